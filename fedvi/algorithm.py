@@ -1,0 +1,149 @@
+"""The contract: a federated algorithm is a handful of pure functions over pytrees.
+
+Every function sees ONE client: no function has a leading clients axis.
+`fedvi.federation` adds that axis, by `vmap`, by a loop over chunks and over devices.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from fedvi.local import LocalTraining
+from fedvi.nn import Model
+
+__all__ = [
+    "Aggregate",
+    "Algorithm",
+    "ClientOutput",
+    "StackedAggregate",
+    "Task",
+]
+
+Server = Any
+Client = Any
+Personal = Any
+
+
+class Task(NamedTuple):
+    """What every algorithm's builder is given.
+
+    Attributes:
+      model: the network, with its split into body and head.
+      training: how a client trains in a round.
+      finetuning: how a client personalises.
+      clients: N, number of clients in the population that hold training data.
+      samples: |D|, number of training examples of all clients together.
+    """
+
+    model: Model
+    training: LocalTraining
+    finetuning: LocalTraining
+    clients: int
+    samples: int
+
+
+class ClientOutput(NamedTuple):
+    """What `client_update` returns.
+
+    Attributes:
+      statistics: pytree of float arrays, all that the server ever gets. The server
+        receives the weighted sum over the cohort (`reduce="sum"`).
+      weight: scalar, the algorithm's own: the client's size, or 1.
+      client: what the client keeps until it is next selected, of the structure
+        that `init_client` returned.
+      metrics: dict of scalars, averaged over the cohort and logged.
+    """
+
+    statistics: Any
+    weight: jax.Array | float
+    client: Client = ()
+    metrics: dict[str, jax.Array] = {}
+
+
+class Aggregate(NamedTuple):
+    """What the server gets of a cohort with `reduce="sum"`.
+
+    Attributes:
+      statistics: sum over participants of weight × statistics.
+      weight: [] sum of the weights.
+      participants: [] N_f, participants whose upload arrived: neither empty nor
+        failed. At least 1: without any, the server's state stays as it is.
+      population: N, clients that hold training data.
+    """
+
+    statistics: Any
+    weight: jax.Array
+    participants: jax.Array
+    population: int
+
+    def mean(self):
+        """Weighted mean of the statistics over the participants."""
+        return jax.tree.map(lambda s: s / self.weight, self.statistics)
+
+
+class StackedAggregate(NamedTuple):
+    """What the server gets of a cohort with `reduce="stack"`: every upload.
+
+    Attributes:
+      statistics: leaves `[cohort, ...]`; zeros where `weight` is 0.
+      weight: [cohort], 0 for an empty or failed participant.
+      client_ids: [cohort] int32.
+      participants: [] as in `Aggregate`.
+      population: N as in `Aggregate`.
+    """
+
+    statistics: Any
+    weight: jax.Array
+    client_ids: jax.Array
+    participants: jax.Array
+    population: int
+
+
+def no_client_state(key, server) -> tuple:
+    """The `init_client` of an algorithm whose clients keep nothing."""
+    del key, server
+    return ()
+
+
+def send_all(server: Server) -> Server:
+    """The `broadcast` of an algorithm that sends its whole server state."""
+    return server
+
+
+class Algorithm(NamedTuple):
+    """A federated algorithm. `key` is always a typed PRNG key, `round` a scalar int32.
+
+    Attributes:
+      name: for logs and tables.
+      init: `(key) -> server`, the global variational parameters.
+      client_update: `(key, round, server, client, data) -> ClientOutput`; `server`
+        is what `broadcast` lets through, `data` one client's padded `ClientData`.
+      server_update: `(key, round, server, aggregate) -> server`.
+      global_predictive: `(key, server, x, mask) -> log-probabilities
+        [samples, batch, classes]` of the Monte-Carlo samples of the global model;
+        x `[batch, ...]` raw, mask `[batch]` bool marks real examples.
+      personalise: `(key, server, client, data) -> personal`, what a client adapts
+        to its own training data and predicts with.
+      personal_predictive: `(key, server, personal, x, mask) ->` as
+        `global_predictive`.
+      init_client: `(key, server) -> client`, what a client keeps between rounds.
+      broadcast: `(server) -> server` with the fields that are not sent emptied;
+        its size is the bytes down.
+      score: optional `(key, server, client, data) -> scalar`, a client's importance
+        for selection.
+      reduce: "sum": the server gets an `Aggregate`; "stack": a `StackedAggregate`,
+        for the few methods whose server needs every upload.
+    """
+
+    name: str
+    init: Callable[..., Server]
+    client_update: Callable[..., ClientOutput]
+    server_update: Callable[..., Server]
+    global_predictive: Callable[..., jax.Array]
+    personalise: Callable[..., Personal]
+    personal_predictive: Callable[..., jax.Array]
+    init_client: Callable[..., Client] = no_client_state
+    broadcast: Callable[[Server], Server] = send_all
+    score: Callable[..., jax.Array] | None = None
+    reduce: str = "sum"

@@ -1,0 +1,67 @@
+"""What the algorithm files share: the classification loss, prediction, fine-tuning."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fedvi.algorithm import Task
+from fedvi.local import cross_entropy, sgd
+from fedvi.nn import Model
+
+__all__ = [
+    "classification_loss",
+    "finetune",
+    "log_probabilities",
+    "no_penalty",
+    "quadratic_penalty",
+]
+
+
+def classification_loss(model: Model, params, batch):
+    """Mean cross-entropy of `model` with `params` on a `Batch`."""
+    return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+
+
+def log_probabilities(model: Model, params, x, mask=None):
+    """Log class probabilities `[batch, classes]`."""
+    return jax.nn.log_softmax(model.apply(params, x, mask))
+
+
+def quadratic_penalty(params, centre, precision):
+    """½ Σ_j w_j (θ_j - μ_j)² over a pytree.
+
+    Args:
+      params: θ.
+      centre: μ, same structure.
+      precision: w, same structure, or one number for all.
+    """
+    if not isinstance(precision, (dict, list, tuple)):
+        precision = jax.tree.map(lambda _: precision, params)
+    terms = jax.tree.map(
+        lambda p, c, w: jnp.sum(w * jnp.square(p - c)), params, centre, precision
+    )
+    return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
+
+
+def no_penalty(params):
+    """The penalty of a client that only fits its data."""
+    del params
+    return 0.0
+
+
+def finetune(task: Task, key, params, data, penalty: Callable = no_penalty):
+    """Trains body and head on one client's data by `task.finetuning`.
+
+    Args:
+      task: model and hyper-parameters.
+      key: typed PRNG key.
+      params: `{"body": ..., "head": ...}` to start from.
+      data: the client's `ClientData`.
+      penalty: `(params) -> scalar`, added to the mean cross-entropy.
+    """
+
+    def loss(key, params, batch):
+        return classification_loss(task.model, params, batch) + penalty(params)
+
+    return sgd(key, 0, params, data, task.finetuning, loss)[0]

@@ -1,0 +1,27 @@
+"""A user's mistakes, named in one line before anything is compiled."""
+
+__all__ = ["at_least", "fraction", "one_of", "positive"]
+
+
+def one_of(name: str, value, choices) -> None:
+    """Raises `ValueError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
+
+
+def at_least(name: str, value, least) -> None:
+    """Raises `ValueError` unless `value >= least` (NaN fails)."""
+    if not value >= least:
+        raise ValueError(f"{name}={value!r} must be at least {least}")
+
+
+def positive(name: str, value) -> None:
+    """Raises `ValueError` unless `value > 0` (NaN fails)."""
+    if not value > 0:
+        raise ValueError(f"{name}={value!r} must be positive")
+
+
+def fraction(name: str, value) -> None:
+    """Raises `ValueError` unless `0 <= value < 1` (NaN fails)."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} must lie in [0, 1)")

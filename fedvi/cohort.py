@@ -1,0 +1,117 @@
+"""One function, many clients: devices → chunks → vmap, with streaming sums."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+__all__ = ["AXIS", "clients_mesh", "map_reduce"]
+
+AXIS = "clients"
+
+
+def clients_mesh(devices: int | None = None) -> Mesh:
+    """A mesh with one axis, "clients", over the first `devices` devices (all: None).
+
+    Raises:
+      ValueError: more devices asked for than there are.
+    """
+    available = jax.devices()
+    devices = len(available) if devices is None else devices
+    if not 1 <= devices <= len(available):
+        raise ValueError(
+            f"devices={devices} must lie between 1 and the {len(available)} "
+            f"{available[0].platform} devices that JAX sees"
+        )
+    return jax.make_mesh(
+        (devices,), (AXIS,), devices=available[:devices], axis_types=(AxisType.Auto,)
+    )
+
+
+def map_reduce(
+    fn: Callable,
+    operands: Any,
+    ids: jax.Array,
+    *,
+    chunk_size: int | None = None,
+    mesh: Mesh | None = None,
+):
+    """Runs `fn` for every client of a cohort; sums one output, stacks the other.
+
+    Devices → `lax.scan` over chunks on each device → `vmap` inside a chunk. A cohort
+    that does not divide is padded with copies of real clients, whose sums count 0
+    and whose stacked outputs are cut off. Results do not depend on `chunk_size` or
+    `mesh`, up to the order of float additions.
+
+    Args:
+      fn: `(operands, id) -> (sums, outputs)`, two pytrees.
+      operands: pytree that every client reads; replicated over the devices.
+      ids: [cohort] int32.
+      chunk_size: clients in one vmap; None: the whole cohort of a device at once
+        (fastest on an accelerator); 1: a plain loop (fastest on CPU, memory of one
+        client).
+      mesh: from `clients_mesh`; None or one device: no sharding.
+
+    Returns:
+      (sums: pytree without, outputs: pytree with a leading [cohort] axis).
+    """
+    cohort = ids.shape[0]
+    devices = 1 if mesh is None else mesh.size
+    per_device = -(-cohort // devices)
+    chunks = -(-per_device // min(chunk_size or per_device, per_device))
+    chunk = -(-per_device // chunks)
+    slots = jnp.arange(devices * chunks * chunk)
+    ids = ids[slots % cohort]
+
+    run = partial(_run_chunks, fn, chunks=chunks, chunk=chunk)
+    if devices == 1:
+        sums, outputs = run(operands, ids, slots < cohort)
+    else:
+        sums, outputs = jax.shard_map(
+            partial(_on_device, run),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS)),
+            out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+        )(operands, ids, slots < cohort)
+    return sums, jax.tree.map(lambda a: a[:cohort], outputs)
+
+
+def _on_device(run, operands, ids, valid):
+    # A gradient with respect to a replicated value is summed over the devices by
+    # shard_map; marked as varying, it stays the client's own.
+    operands = jax.tree.map(lambda a: jax.lax.pcast(a, AXIS, to="varying"), operands)
+    sums, outputs = run(operands, ids, valid)
+    return jax.lax.psum(sums, AXIS), outputs
+
+
+def _run_chunks(fn, operands, ids, valid, *, chunks, chunk):
+    def one(client_id, valid):
+        sums, outputs = fn(operands, client_id)
+        return jax.tree.map(lambda s: jnp.where(valid, s, 0), sums), outputs
+
+    def run_chunk(ids, valid):
+        if chunk == 1:  # a vmap over one client would only slow matrix products down
+            sums, outputs = one(ids[0], valid[0])
+            return sums, jax.tree.map(lambda a: a[None], outputs)
+        sums, outputs = jax.vmap(one)(ids, valid)
+        return jax.tree.map(lambda s: s.sum(0), sums), outputs
+
+    if chunks == 1:
+        return run_chunk(ids, valid)
+
+    def body(total, chunk_of):
+        sums, outputs = run_chunk(*chunk_of)
+        return jax.tree.map(jnp.add, total, sums), outputs
+
+    ids, valid = ids.reshape(chunks, chunk), valid.reshape(chunks, chunk)
+    shapes = jax.eval_shape(lambda: run_chunk(ids[0], valid[0])[0])
+    # Zeros made from `ids` vary over the devices as the sums will.
+    zero = (ids[0, 0] * 0)
+    start = jax.tree.map(
+        lambda s: jnp.broadcast_to(zero.astype(s.dtype), s.shape), shapes
+    )
+    total, outputs = jax.lax.scan(body, start, (ids, valid))
+    return total, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)

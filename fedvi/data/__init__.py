@@ -1,0 +1,47 @@
+"""Data: sources, partitions over clients, padded client data, augmentation."""
+
+from fedvi.data.client_data import (
+    ClientData,
+    FederatedData,
+    class_histogram,
+    empty_clients,
+    federate,
+    hold_out,
+)
+from fedvi.data.partitions import (
+    PARTITIONS,
+    Partition,
+    by_group,
+    class_shards,
+    class_subsets,
+    dirichlet,
+    iid,
+    label_sorted_shards,
+    partition,
+)
+from fedvi.data.sources import Dataset, load, validate
+from fedvi.data.transforms import crop_and_flip, pixel_statistics, standardise
+
+__all__ = [
+    "PARTITIONS",
+    "ClientData",
+    "Dataset",
+    "FederatedData",
+    "Partition",
+    "by_group",
+    "class_histogram",
+    "class_shards",
+    "class_subsets",
+    "crop_and_flip",
+    "dirichlet",
+    "empty_clients",
+    "federate",
+    "hold_out",
+    "iid",
+    "label_sorted_shards",
+    "load",
+    "partition",
+    "pixel_statistics",
+    "standardise",
+    "validate",
+]

@@ -1,0 +1,21 @@
+"""Variational families over parameter pytrees.
+
+Each module is one family. What is carried between functions is a family's parameters,
+pytrees of arrays, never a distribution object.
+"""
+
+from fedvi.distributions import (
+    dropout,
+    mean_field,
+    mixture,
+    normal_inverse_wishart,
+    student_t,
+)
+
+__all__ = [
+    "dropout",
+    "mean_field",
+    "mixture",
+    "normal_inverse_wishart",
+    "student_t",
+]

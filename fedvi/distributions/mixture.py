@@ -1,0 +1,119 @@
+"""Gaussian mixture of prototype networks.
+
+"A hierarchical Bayesian approach to federated learning", §3.2 and appendix C:
+
+    p(θ_i | r) = Σ_j 1/K N(θ_i; r_j, σ² I),   r_j ~ N(0, I).
+
+Prototypes are one pytree whose leaves have a leading [components] axis.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+__all__ = ["EMPTY_MASS", "log_prior", "m_step", "responsibilities", "squared_distances"]
+
+EMPTY_MASS = 0.01
+"""Total responsibility, in clients, below which a prototype counts as empty.
+
+The distances of networks make responsibilities one-hot, so that a mass is almost 0 or
+almost a whole number and any value between would do. This one is the prior's own weight
+σ² N_f/N at σ² = 0.1 (§6) and a tenth of the clients: below it, the M-step would be more
+zero than data.
+"""
+
+
+def squared_distances(params: chex.ArrayTree, prototypes: chex.ArrayTree) -> jax.Array:
+    """‖m - r_j‖² for each prototype, [components].
+
+    By differences: ‖m‖² - 2 m·r + ‖r‖² cancels in float32 when m is near r.
+
+    Args:
+      params: m, pytree.
+      prototypes: r, leaves `[components, ...]`.
+    """
+
+    def distance(prototype):
+        squares = jax.tree.map(
+            lambda m, r: jnp.sum(jnp.square(m - r)), params, prototype
+        )
+        return sum(jax.tree.leaves(squares))
+
+    return jax.vmap(distance)(prototypes)
+
+
+def responsibilities(
+    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: float
+) -> jax.Array:
+    """c(j|i) = softmax_j(-‖m - r_j‖² / 2σ²), [components] (E-step, Eq. 24).
+
+    Args:
+      params: m, pytree.
+      prototypes: r, leaves `[components, ...]`.
+      variance: σ² (§6: 0.1), a Python number.
+
+    Raises:
+      ValueError: variance <= 0.
+    """
+    return jax.nn.softmax(_log_kernels(params, prototypes, variance))
+
+
+def log_prior(
+    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: float
+) -> jax.Array:
+    """log Σ_j exp(-‖m - r_j‖² / 2σ²), scalar (Eq. 22): log p(m | r) up to a constant.
+
+    Its gradient is (Σ_j c(j|i) r_j - m) / σ². Args and errors as `responsibilities`.
+    """
+    return jax.nn.logsumexp(_log_kernels(params, prototypes, variance))
+
+
+def m_step(
+    weighted_sum: chex.ArrayTree,
+    mass: jax.Array,
+    prototypes: chex.ArrayTree,
+    *,
+    variance: float,
+    participants: chex.Numeric,
+    population: int,
+) -> chex.ArrayTree:
+    """The new prototypes (M-step of Eq. 24, for a part of the clients as in Alg. 4).
+
+        r_j = (1/N_f Σ_i c(j|i) m_i) / (σ²/N + 1/N_f Σ_i c(j|i))
+
+    A prototype with less than `EMPTY_MASS` keeps its value, where the formula would
+    send it to zero and lose a network. The objective (Eq. 23) still never rises: the
+    bound that the M-step lowers is a sum over prototypes, and one kept adds nothing.
+
+    Args:
+      weighted_sum: Σ_i c(j|i) m_i over the participants, leaves `[components, ...]`.
+      mass: Σ_i c(j|i) over the participants, [components].
+      prototypes: the current r, leaves `[components, ...]`.
+      variance: σ², a Python number.
+      participants: [] N_f, may be traced.
+      population: N.
+
+    Raises:
+      ValueError: variance <= 0.
+    """
+    _check(variance)
+    prior = variance * participants / population
+
+    def component(total, mass, prototype):
+        empty = mass < EMPTY_MASS
+        weight = jnp.where(empty, 1.0, prior + mass)
+        return jax.tree.map(
+            lambda t, r: jnp.where(empty, r, t / weight), total, prototype
+        )
+
+    return jax.vmap(component)(weighted_sum, mass, prototypes)
+
+
+def _log_kernels(params, prototypes, variance):
+    _check(variance)
+    return -squared_distances(params, prototypes) / (2 * variance)
+
+
+def _check(variance):
+    if not variance > 0:
+        raise ValueError(f"variance={variance} must be positive: it is σ²")

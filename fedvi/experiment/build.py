@@ -1,0 +1,192 @@
+"""From a configuration to data, model, algorithm and federation."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedvi import algorithms, data, nn, selection
+from fedvi.algorithm import Algorithm, Task
+from fedvi.cohort import clients_mesh
+from fedvi.data import FederatedData
+from fedvi.experiment.config import ExperimentConfig, participants
+from fedvi.federation import Federation
+from fedvi.local import LocalTraining
+
+__all__ = [
+    "Experiment",
+    "LoadedData",
+    "check_algorithm",
+    "experiment",
+    "federation",
+    "load_data",
+    "mesh",
+    "on_devices",
+]
+
+
+class LoadedData(NamedTuple):
+    """Every client's data, and what is needed to standardise it.
+
+    Attributes:
+      federated: the clients' data; `test` holds what is evaluated on, which with
+        `validation_fraction` is a part of the training data.
+      mean: pixel mean of the training split, `[channels]`.
+      std: its standard deviation.
+    """
+
+    federated: FederatedData
+    mean: jax.typing.ArrayLike
+    std: jax.typing.ArrayLike
+
+
+class Experiment(NamedTuple):
+    """All that a configuration stands for, but for the way it is run."""
+
+    config: ExperimentConfig
+    data: FederatedData
+    task: Task
+    algorithm: Algorithm
+    participants: int
+
+
+def load_data(config: ExperimentConfig) -> LoadedData:
+    """Loads, checks and partitions the data.
+
+    Raises:
+      ValueError: missing or invalid data, a partition that they do not allow, or
+        nothing to evaluate on.
+    """
+    dataset = data.load(
+        config.dataset, data_file=config.data_file, data_dir=config.data_dir
+    )
+    if config.augment and dataset.train_x.ndim != 4:
+        raise ValueError(
+            f"augment=True needs images, but {config.dataset!r} holds features of "
+            f"shape {dataset.train_x.shape[1:]}: give --noaugment"
+        )
+    partition = data.partition(
+        config.partition,
+        dataset,
+        clients=config.clients or None,
+        seed=config.partition_seed,
+        **config.partition_options(),
+    )
+    federated = data.federate(dataset, partition)
+    if config.validation_fraction:
+        federated = data.hold_out(
+            federated, config.validation_fraction, config.partition_seed
+        )
+    if not federated.test.size.any():
+        raise ValueError(
+            f"no client of partition={config.partition!r} has {config.evaluated_on} "
+            "data: give validation_fraction, the part of the training data to hold out"
+        )
+    return LoadedData(federated, *data.pixel_statistics(dataset.train_x))
+
+
+def check_algorithm(config: ExperimentConfig) -> None:
+    """Checks name and options against the registered algorithms.
+
+    Raises:
+      ValueError: an unknown algorithm, or an option that it does not take.
+    """
+    known = algorithms.options_of(config.algorithm)
+    for option, value in config.options.items():
+        if option not in known:
+            raise ValueError(
+                f"{option}={value!r} is no option of {config.algorithm}, which takes "
+                f"{', '.join(known) or 'none'}"
+            )
+
+
+def experiment(
+    config: ExperimentConfig,
+    builder: Callable[..., Algorithm] | None = None,
+    loaded: LoadedData | None = None,
+) -> Experiment:
+    """Builds data, model, task and algorithm.
+
+    Args:
+      config: the configuration.
+      builder: a user's own `(task, **options) -> Algorithm`; default: the registered
+        one that `config.algorithm` names.
+      loaded: what `load_data` gave for this configuration; default: loads it.
+
+    Raises:
+      ValueError: what the configuration asks for does not exist or does not fit.
+    """
+    federated, mean, std = loaded or load_data(config)
+    clients, sizes = len(federated.train.size), federated.train.size
+    model = nn.build(
+        config.model,
+        classes=federated.classes,
+        input_shape=federated.train.x.shape[2:],
+        preprocess=data.standardise(mean, std),
+        **({"hidden": config.hidden} if config.model == "mlp" else {}),
+    )
+    augment = data.crop_and_flip() if config.augment else None
+    task = Task(
+        model=model,
+        training=LocalTraining(
+            config.epochs,
+            config.batch_size,
+            config.learning_rate_schedule(),
+            config.momentum,
+            augment,
+        ),
+        finetuning=LocalTraining(
+            config.finetune_epochs,
+            config.batch_size,
+            config.finetune_learning_rate,
+            config.momentum,
+            augment,
+        ),
+        clients=int((sizes > 0).sum()),
+        samples=int(sizes.sum()),
+    )
+    if builder is None:
+        algorithm = algorithms.build(config.algorithm, task, **config.options)
+    else:
+        algorithm = builder(task, **config.options)
+    cohort = participants(clients, config.fraction)
+    return Experiment(config, federated, task, algorithm, cohort)
+
+
+def mesh(devices: int | None) -> Mesh:
+    """The devices of a run; None: every accelerator, or one CPU.
+
+    Raises:
+      ValueError: more devices than there are.
+    """
+    if devices is None and jax.default_backend() == "cpu":
+        devices = 1
+    return clients_mesh(devices)
+
+
+def federation(experiment: Experiment, chunk_size: int, mesh: Mesh) -> Federation:
+    """The federation of an experiment, with uniform selection."""
+    return Federation(
+        experiment.algorithm,
+        experiment.data.train,
+        experiment.data.test,
+        selection=selection.uniform(
+            len(experiment.data.train.size), experiment.participants
+        ),
+        chunk_size=chunk_size,
+        mesh=mesh,
+        eval_batch_size=experiment.config.eval_batch_size,
+    )
+
+
+def on_devices(experiment: Experiment, mesh: Mesh) -> Experiment:
+    """The experiment with its data replicated on every device of the mesh."""
+    train, test = jax.device_put(
+        (experiment.data.train, experiment.data.test),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    return experiment._replace(
+        data=dataclasses.replace(experiment.data, train=train, test=test)
+    )

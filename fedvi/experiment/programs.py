@@ -1,0 +1,139 @@
+"""The compiled programs of a run: every one maps over the seeds."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedvi.evaluation import Scores
+from fedvi.federation import Federation, RoundMetrics, State
+
+__all__ = ["Programs", "state_shapes"]
+
+
+class Programs:
+    """A federation's functions for several seeds, each compiled once.
+
+    States have a leading `[seeds]` axis. They and the data lie replicated on every
+    device of the mesh; inside a round the federation spreads the cohort.
+
+    Args:
+      federation: built with the same mesh, its data placed there.
+      mesh: from `fedvi.cohort.clients_mesh`.
+      seeds: number of seeds.
+      seeds_at_once: seeds in one vmap; 1: one after another inside the call.
+
+    Attributes:
+      compile_seconds: spent on tracing and compiling so far.
+      run_seconds: how long the last call ran, compiling left out.
+    """
+
+    def __init__(
+        self, federation: Federation, mesh: Mesh, seeds: int, seeds_at_once: int = 1
+    ):
+        self.compile_seconds = 0.0
+        self.run_seconds = 0.0
+        self._federation = federation
+        self._seeds = seeds
+        self._seeds_at_once = seeds_at_once
+        self._sharding = _replicated(mesh)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._train, self._test = federation.train, federation.test
+
+    def init(self, first_seed: int) -> State:
+        """The states before the first round, of the seeds first_seed, + 1, ..."""
+        seeds = np.arange(first_seed, first_seed + self._seeds, dtype=np.uint32)
+        seeds = jax.device_put(seeds, self._sharding)
+        program = self._compile("init", partial(_init, self._federation), seeds)
+        return self._run(program, seeds)
+
+    def rounds(self, states: State, n: int) -> tuple[State, RoundMetrics]:
+        """`n` rounds of every seed, metrics `[seeds, n, ...]`. Donates `states`."""
+        return self._run(self.compile_rounds(states, n), states, self._train)
+
+    def evaluate(self, states: State) -> tuple[Scores, jax.Array]:
+        """Scores `[seeds, clients, ...]` of the global models, and `[seeds]` bool:
+        whether the server's state is finite."""
+        return self._run(self.compile_evaluate(states), states, self._test)
+
+    def evaluate_personal(self, states: State) -> Scores:
+        """Scores `[seeds, clients, ...]` of every client's personalised model."""
+        program = self.compile_personal(states)
+        return self._run(program, states, self._train, self._test)
+
+    # Each is compiled once; `states` may be shapes.
+
+    def compile_rounds(self, states: State, n: int) -> jax.stages.Compiled:
+        """The program behind `rounds`."""
+        fn = self._over_seeds(partial(self._federation._rounds, n=n))
+        return self._compile(("rounds", n), fn, states, self._train, donate=True)
+
+    def compile_evaluate(self, states: State) -> jax.stages.Compiled:
+        """The program behind `evaluate`."""
+
+        def one(state, test):
+            return self._federation._evaluate(state, test), _all_finite(state.server)
+
+        return self._compile("evaluate", self._over_seeds(one), states, self._test)
+
+    def compile_personal(self, states: State) -> jax.stages.Compiled:
+        """The program behind `evaluate_personal`."""
+        fn = self._over_seeds(self._federation._evaluate_personal)
+        return self._compile("personal", fn, states, self._train, self._test)
+
+    def _over_seeds(self, fn: Callable) -> Callable:
+        batch_size = self._seeds_at_once if self._seeds_at_once > 1 else None
+        return lambda states, *data: jax.lax.map(
+            lambda state: fn(state, *data), states, batch_size=batch_size
+        )
+
+    def _compile(self, name: Any, fn: Callable, *arguments, donate: bool = False):
+        if name not in self._compiled:
+            start = time.perf_counter()
+            self._compiled[name] = (
+                jax.jit(
+                    fn,
+                    in_shardings=self._sharding,
+                    out_shardings=self._sharding,
+                    donate_argnums=0 if donate else (),
+                )
+                .lower(*arguments)
+                .compile()
+            )
+            self.compile_seconds += time.perf_counter() - start
+        return self._compiled[name]
+
+    def _run(self, compiled: jax.stages.Compiled, *arguments) -> Any:
+        start = time.perf_counter()
+        result = jax.block_until_ready(compiled(*arguments))
+        self.run_seconds = time.perf_counter() - start
+        return result
+
+
+def state_shapes(federation: Federation, mesh: Mesh, seeds: int) -> State:
+    """Shapes of what `Programs.init` returns, without compiling anything."""
+    shapes = jax.eval_shape(
+        partial(_init, federation), jax.ShapeDtypeStruct((seeds,), jnp.uint32)
+    )
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_replicated(mesh)),
+        shapes,
+    )
+
+
+def _init(federation: Federation, seeds: jax.Array) -> State:
+    return jax.lax.map(lambda seed: federation._init(jax.random.key(seed)), seeds)
+
+
+def _replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()

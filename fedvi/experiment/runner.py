@@ -1,0 +1,141 @@
+"""Runs an experiment from its configuration to its run folder."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from fedvi.algorithm import Algorithm
+from fedvi.data import class_histogram
+from fedvi.experiment import build, plan, recorder, tensorboard
+from fedvi.experiment.build import Experiment, LoadedData
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.programs import Programs, state_shapes
+from fedvi.experiment.recorder import prepare, table
+from fedvi.experiment.session import Session, restore
+from fedvi.experiment.summary import table_rows
+from fedvi.federation import State
+
+__all__ = ["run", "run_all"]
+
+
+def run(
+    config: ExperimentConfig,
+    options: RunOptions,
+    builder: Callable[..., Algorithm] | None = None,
+    *,
+    loaded: LoadedData | None = None,
+) -> dict[str, Any]:
+    """Runs one experiment and writes its run folder.
+
+    Everything that can be wrong with the input is found before anything is compiled,
+    and before an old run is overwritten.
+
+    Args:
+      config: what the result depends on.
+      options: where and how to run.
+      builder: a user's own `(task, **options) -> Algorithm`; default: the registered
+        algorithm that `config.algorithm` names.
+      loaded: `build.load_data(config)`, where several runs share it.
+
+    Returns:
+      What `summary.json` holds.
+
+    Raises:
+      ValueError: a mistake in the configuration, the data or the run folder, or a
+        checkpoint there that belongs to another configuration.
+    """
+    config.validate()
+    options.validate()
+    tensorboard.check(options)
+    if builder is None:
+        build.check_algorithm(config)
+    resuming = not options.overwrite and prepare(options.run_dir, resume=options.resume)
+    if resuming and (finished := _finished(config, options)):
+        print(f"{options.run_dir} holds this run, finished: nothing to do")
+        return finished
+    mesh = build.mesh(options.devices)
+    experiment = build.experiment(config, builder, loaded)
+    if loaded is None:
+        print(class_histogram(experiment.data))
+    experiment = build.on_devices(experiment, mesh)
+    shapes = state_shapes(build.federation(experiment, 1, mesh), mesh, config.seeds)
+    restored = restore(config, options, shapes) if resuming else None
+    chosen, programs = _plan(experiment, options, mesh, shapes)
+    print(chosen.reason)
+    if options.overwrite:
+        prepare(options.run_dir, overwrite=True)
+    session = Session(experiment, options, programs, restored)
+    session.compile()
+    session.train()
+    return session.finish(chosen.reason, list(mesh.devices.flat))
+
+
+def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
+    """Runs experiments on the same data one after another; ends with a table.
+
+    Raises:
+      ValueError: as `run`.
+    """
+    summaries, loaded = [], None
+    for config, options in runs:
+        config.validate()
+        options.validate()
+        build.check_algorithm(config)
+        if not options.overwrite:
+            prepare(options.run_dir, resume=options.resume)
+    for config, options in runs:
+        if _finished(config, options) is None or options.overwrite:
+            if loaded is None:
+                loaded = build.load_data(config)
+                print(class_histogram(loaded.federated))
+        print(f"\n{config.algorithm} on {config.dataset} -> {options.run_dir}")
+        summaries.append(run(config, options, loaded=loaded))
+    split, rounds = summaries[0]["evaluated_on"], summaries[0]["rounds"]
+    print(f"\nafter {rounds} rounds, {split} data, mean over clients:")
+    print(table([row for one in summaries for row in table_rows(one)]))
+    print("run folders:" if len(runs) > 1 else "run folder:")
+    for _, options in runs:
+        print(f"  {options.run_dir}")
+    return summaries
+
+
+def _finished(config: ExperimentConfig, options: RunOptions) -> dict | None:
+    """The summary of this very configuration, if the folder holds one."""
+    path = Path(options.run_dir) / recorder.SUMMARY
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if found["config"] == config.to_dict() else None
+
+
+def _plan(
+    experiment: Experiment, options: RunOptions, mesh: Mesh, shapes: State
+) -> tuple[plan.Plan, Programs]:
+    """Chooses chunk size and seeds at once; compiles a block of rounds on the way."""
+    config = experiment.config
+    candidates: dict[tuple[int, int], Programs] = {}
+
+    def compile_block(chunk_size: int, seeds_at_once: int):
+        federation = build.federation(experiment, chunk_size, mesh)
+        programs = Programs(federation, mesh, config.seeds, seeds_at_once)
+        candidates[chunk_size, seeds_at_once] = programs
+        n = min(config.eval_every, config.rounds)
+        return programs.compile_rounds(shapes, n)
+
+    device = mesh.devices.flat[0]
+    free = plan.free_memory(device)
+    if free is not None:
+        free -= sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+    chosen, _ = plan.choose(
+        compile_block,
+        cohort=-(-experiment.participants // mesh.size),
+        seeds=config.seeds,
+        requested=options.chunk_size,
+        platform=device.platform,
+        limit=free,
+    )
+    return chosen, candidates[chosen.chunk_size, chosen.seeds_at_once]

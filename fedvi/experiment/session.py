@@ -1,0 +1,217 @@
+"""A run in progress: blocks of rounds, evaluations, checkpoints, and its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedvi.evaluation import Scores, reliability
+from fedvi.experiment import checkpoint, plots, recorder, tensorboard
+from fedvi.experiment.build import Experiment
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.problems import Problems
+from fedvi.experiment.programs import Programs
+from fedvi.experiment.progress import RunProgress
+from fedvi.experiment.recorder import Recorder
+from fedvi.experiment.summary import evaluation_rows, summary
+from fedvi.federation import State
+
+__all__ = ["Restored", "Session", "restore"]
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held: the states of all seeds, and the run's own notes."""
+
+    states: State
+    round: int
+    problems: Problems
+
+
+def restore(
+    config: ExperimentConfig, options: RunOptions, shapes: State
+) -> Restored | None:
+    """Reads the checkpoint of a run folder; None if the run was stopped before one.
+
+    Raises:
+      ValueError: the folder's run belongs to another configuration, or its checkpoint
+        is damaged.
+    """
+    run_dir = Path(options.run_dir)
+    path = run_dir / recorder.CHECKPOINT
+    if not path.exists():
+        if (run_dir / recorder.SUMMARY).exists():
+            raise ValueError(
+                f"run_dir={run_dir} holds a finished run of another configuration and "
+                "no checkpoint: replace it with --overwrite, or give another --run_dir"
+            )
+        return None
+    states, saved = checkpoint.restore(
+        path,
+        shapes,
+        fingerprint=checkpoint.fingerprint(config.to_dict()),
+        config=config.to_dict(),
+    )
+    return Restored(states, saved["round"], Problems(saved["problems"]))
+
+
+class Session:
+    """A run of all its seeds.
+
+    Args:
+      experiment: what is run, its data on the devices.
+      options: where and how.
+      programs: the compiled programs.
+      restored: where to go on; None: at the beginning.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        options: RunOptions,
+        programs: Programs,
+        restored: Restored | None = None,
+    ):
+        self.experiment = experiment
+        self.config = experiment.config
+        self.options = options
+        self.programs = programs
+        self.seeds = range(self.config.seed, self.config.seed + self.config.seeds)
+        self.scores: dict[str, Scores] = {}
+        self.finite = np.ones(len(self.seeds), bool)
+        self.recorder = Recorder(options.run_dir)
+        if restored is None:
+            self.recorder.drop_after(-1)
+            restored = Restored(programs.init(self.config.seed), 0, Problems())
+        else:
+            self.recorder.drop_after(restored.round)
+            print(f"resumed after round {restored.round} of {self.config.rounds}")
+        self.states, self.round, self.problems = restored
+        self.recorder.write_config(self.config.to_dict())
+
+    def compile(self) -> None:
+        """Compiles what is left of the run, so that nothing waits in the middle."""
+        rounds, every = self.config.rounds, self.config.eval_every
+        left = rounds - self.round
+        for n in {min(every, left), left % every} - {0}:
+            self.programs.compile_rounds(self.states, n)
+        self.programs.compile_evaluate(self.states)
+        self.programs.compile_personal(self.states)
+        print(f"compiled in {self.programs.compile_seconds:.1f} s")
+
+    def train(self) -> None:
+        """Blocks of rounds, each with its evaluation, until all rounds are done."""
+        rounds, every = self.config.rounds, self.config.eval_every
+        write_scalars = tensorboard.writer(self.options, self.round)
+        with RunProgress(self.config.algorithm, rounds, self.round) as progress:
+            evaluations = 0
+            while self.round < rounds:
+                n = min(every, rounds - self.round)
+                rows, lines = self._block(n)
+                for line in lines:
+                    progress.print(line)
+                for row in rows:
+                    self.recorder.append(row)
+                    write_scalars(row)
+                evaluations += 1
+                if evaluations % self.options.checkpoint_every == 0:
+                    self._save()
+                progress.advance(n, self._status(rows))
+            if evaluations % self.options.checkpoint_every:
+                self._save()
+            if not self.scores:  # resumed after the last round
+                self._evaluate(personal=True)
+
+    def _block(self, n: int) -> tuple[list[dict], list[str]]:
+        """`n` rounds and an evaluation: (rows, lines for the user)."""
+        self.states, metrics = self.programs.rounds(self.states, n)
+        seconds = self.programs.run_seconds / n / len(self.seeds)
+        metrics = jax.tree.map(np.asarray, metrics)
+        lines = self.problems.add(self.round + 1, self.seeds, metrics)
+        self.round += n
+        every = self.config.personal_every
+        last = self.round == self.config.rounds
+        self._evaluate(personal=last or (every > 0 and self.round % every == 0))
+        for seed, finite in zip(self.seeds, self.finite):
+            if not finite:
+                lines.append(
+                    f"WARNING: seed {seed}: the server's state is not finite after "
+                    f"round {self.round}; a smaller learning_rate may help"
+                )
+        rows = evaluation_rows(
+            round=self.round,
+            split=self.config.evaluated_on,
+            seeds=self.seeds,
+            metrics=metrics,
+            global_scores=self.scores["global"],
+            personal_scores=self.scores.get("personal"),
+            seconds=seconds,
+        )
+        return rows, lines
+
+    def _evaluate(self, personal: bool) -> None:
+        scores, finite = self.programs.evaluate(self.states)
+        self.scores = {"global": scores}
+        if personal:
+            self.scores["personal"] = self.programs.evaluate_personal(self.states)
+        self.scores = jax.tree.map(np.asarray, self.scores)
+        self.finite = np.asarray(finite)
+
+    def _save(self) -> None:
+        config = self.config.to_dict()
+        metadata = {
+            "fingerprint": checkpoint.fingerprint(config),
+            "config": config,
+            "round": self.round,
+            "problems": self.problems.to_dict(),
+        }
+        path = Path(self.options.run_dir) / recorder.CHECKPOINT
+        checkpoint.save(path, self.states, metadata)
+
+    def _status(self, rows: Sequence[dict]) -> str:
+        """One line on the last evaluation, means over the seeds."""
+
+        def mean(key):
+            return np.mean([row[key] for row in rows])
+
+        parts = [f"round {self.round}/{self.config.rounds}"]
+        if "loss" in rows[0]:
+            parts.append(f"loss {mean('loss'):.3f}")
+        parts.append(f"{self.config.evaluated_on} accuracy")
+        parts.append(f"global {mean('global_accuracy'):.2f} %")
+        if "personal" in self.scores:
+            parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
+        parts.append(f"{mean('seconds'):.3f} s/round")
+        return "  ".join(parts)
+
+    def finish(self, plan_line: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
+        """Plots and `summary.json`."""
+        rows = self.recorder.rows()
+        run_dir = Path(self.options.run_dir)
+        title = f"{self.config.algorithm}, {self.config.dataset}"
+        if self.config.evaluated_on == "validation":
+            title += ", validation data"
+        drawn = plots.learning_curves(
+            run_dir / recorder.LEARNING_CURVES, rows, title=title
+        )
+        diagrams = {
+            name: reliability(
+                jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scores)
+            )
+            for name, scores in self.scores.items()
+        }
+        plots.reliability_diagram(run_dir / recorder.RELIABILITY, diagrams)
+        if not drawn:
+            print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
+        result = summary(
+            self.experiment,
+            rows=rows,
+            problems=self.problems.to_dict(),
+            finite=self.finite,
+            compile_seconds=self.programs.compile_seconds,
+            plan=plan_line,
+            devices=devices,
+        )
+        self.recorder.write_summary(result)
+        return result

@@ -1,0 +1,324 @@
+"""The federated round: the only place that knows that there are many clients."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
+from fedvi.cohort import map_reduce
+from fedvi.data import ClientData
+from fedvi.evaluation import Scores, score
+from fedvi.keys import Purpose, derive
+from fedvi.selection import Selection, full
+
+__all__ = ["Federation", "RoundMetrics", "State"]
+
+
+class State(NamedTuple):
+    """All that a run consists of; a checkpoint of it continues bit for bit.
+
+    Attributes:
+      server: the algorithm's server state.
+      clients: the algorithm's client states, leaves `[clients, ...]`.
+      round: [] int32, rounds done.
+      key: [] typed PRNG key, the run's root; never changes.
+    """
+
+    server: Any
+    clients: Any
+    round: jax.Array
+    key: jax.Array
+
+
+class RoundMetrics(NamedTuple):
+    """What a round tells about itself; `rounds` stacks them, `[rounds, ...]`.
+
+    Attributes:
+      client_ids: [cohort] int32.
+      empty: [cohort] bool, the client holds no data.
+      failed: [cohort] bool, the client returned a NaN or an infinity: its upload was
+        left out and its own state kept.
+      metrics: dict of scalars, means over the participants that counted.
+    """
+
+    client_ids: jax.Array
+    empty: jax.Array
+    failed: jax.Array
+    metrics: dict[str, jax.Array]
+
+
+def _all_finite(tree) -> jax.Array:
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]))
+
+
+def _take(tree, index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+class Federation:
+    """An algorithm, its clients' data and the way to run them.
+
+    ```
+    federation = Federation(algorithm, data.train, data.test)
+    state = federation.init(jax.random.key(0))
+    state, metrics = federation.rounds(state, 100)
+    scores = federation.evaluate(state)
+    ```
+
+    `round` and `rounds` are one jitted call each and donate `state`: use the state
+    that they return. The functions with a leading underscore are the same without
+    `jit`, for `vmap` over seeds.
+
+    Args:
+      algorithm: see `fedvi.algorithm`.
+      train: `ClientData` with leaves `[clients, ...]`: every client's training data.
+      test: `ClientData` of the same clients, for evaluation.
+      selection: default full participation.
+      chunk_size: clients in one vmap; None: the whole cohort. The default 1 is right
+        on CPU; see `fedvi.experiment.plan`.
+      mesh: from `fedvi.cohort.clients_mesh`, to spread the cohort over devices.
+      eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
+        batch statistics the figure matters.
+
+    Raises:
+      ValueError: a selection for another number of clients, train and test of
+        different numbers of clients, or no training example at all.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        train: ClientData,
+        test: ClientData,
+        *,
+        selection: Selection | None = None,
+        chunk_size: int | None = 1,
+        mesh: Mesh | None = None,
+        eval_batch_size: int = 128,
+    ):
+        clients = train.size.shape[0]
+        if test.size.shape[0] != clients:
+            raise ValueError(
+                f"test holds {test.size.shape[0]} clients and train {clients}: they "
+                "must be the same clients"
+            )
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} must be at least 1, or None")
+        self.population = int((train.size > 0).sum())
+        if self.population == 0:
+            raise ValueError("train holds no example: every client is empty")
+        self.clients = clients
+        self.algorithm = algorithm
+        self.selection = selection or full(clients)
+        if self.selection.size > clients:
+            raise ValueError(
+                f"selection.size={self.selection.size} exceeds the {clients} clients "
+                "of train"
+            )
+        self.train = jax.tree.map(jnp.asarray, train)
+        self.test = jax.tree.map(jnp.asarray, test)
+        self.eval_batch_size = eval_batch_size
+        self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
+        self._jit_init = jax.jit(self._init)
+        self._jit_rounds = jax.jit(
+            self._rounds, static_argnames="n", donate_argnames="state"
+        )
+        self._jit_evaluate = jax.jit(self._evaluate)
+        self._jit_evaluate_personal = jax.jit(self._evaluate_personal)
+
+    # The user's four calls.
+
+    def init(self, key) -> State:
+        """The state before the first round, from a typed PRNG key."""
+        return self._jit_init(key)
+
+    def round(self, state: State) -> tuple[State, RoundMetrics]:
+        """One round, one jitted call. Donates `state`."""
+        state, metrics = self.rounds(state, 1)
+        return state, _take(metrics, 0)
+
+    def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
+        """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
+        return self._jit_rounds(state, self.train, n=n)
+
+    def evaluate(self, state: State) -> Scores:
+        """Scores `[clients, ...]` of the global model on every client's test data."""
+        return self._jit_evaluate(state, self.test)
+
+    def evaluate_personal(self, state: State) -> Scores:
+        """Scores `[clients, ...]` of each client's personalised model on its test data.
+
+        Every client, a participant so far or not, adapts to its training data first.
+        """
+        return self._jit_evaluate_personal(state, self.train, self.test)
+
+    # The same as pure functions.
+
+    def _init(self, key) -> State:
+        algorithm = self.algorithm
+        server = algorithm.init(derive(key, Purpose.INIT))
+        clients = jax.vmap(
+            lambda i: algorithm.init_client(
+                derive(key, Purpose.INIT_CLIENT, 0, i), server
+            )
+        )(jnp.arange(self.clients))
+        return State(server, clients, jnp.zeros((), jnp.int32), key)
+
+    def _rounds(self, state: State, train: ClientData, n: int):
+        return jax.lax.scan(
+            lambda state, _: self._round(state, train), state, length=n
+        )
+
+    def _round(self, state: State, train: ClientData):
+        """Selects, trains the cohort, aggregates, updates the server."""
+        algorithm, round = self.algorithm, state.round
+        ids = self._select(state, train)
+        message = algorithm.broadcast(state.server)
+        sums, outputs = self._over_clients(
+            self._client, (state.key, round, message, state.clients, train), ids
+        )
+        participants = sums["participants"].astype(jnp.float32)
+        if algorithm.reduce == "stack":
+            aggregate = StackedAggregate(
+                outputs["statistics"], outputs["weight"], ids, participants,
+                self.population,
+            )
+        else:
+            aggregate = Aggregate(
+                sums["statistics"], sums["weight"], participants, self.population
+            )
+        key = derive(state.key, Purpose.SERVER_UPDATE, round)
+        server = jax.lax.cond(
+            participants > 0,
+            lambda: algorithm.server_update(key, round, state.server, aggregate),
+            lambda: state.server,
+        )
+        # Out-of-range ids are dropped: empty and failed clients keep their state.
+        written = jnp.where(outputs["counts"], ids, self.clients)
+        clients = jax.tree.map(
+            lambda old, new: old.at[written].set(new, mode="drop"),
+            state.clients,
+            outputs["client"],
+        )
+        metrics = jax.tree.map(
+            lambda m: m / jnp.maximum(participants, 1), sums["metrics"]
+        )
+        info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics)
+        return State(server, clients, round + 1, state.key), info
+
+    def _client(self, operands, client_id):
+        """One participant: (what is summed, what is stacked)."""
+        key, round, message, clients, train = operands
+        client, data = _take(clients, client_id), _take(train, client_id)
+        output = self.algorithm.client_update(
+            derive(key, Purpose.CLIENT_UPDATE, round, client_id),
+            round,
+            message,
+            client,
+            data,
+        )
+        empty = data.size == 0
+        weight = jnp.asarray(output.weight, jnp.float32)
+        finite = _all_finite((output.statistics, output.client, weight))
+        counts = ~empty & finite
+        # `where`, not a product with 0, which would let a NaN through.
+        weight = jnp.where(counts, weight, 0.0)
+        keep = partial(jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0))
+        sums = {
+            "weight": weight,
+            "participants": counts.astype(jnp.int32),
+            "metrics": keep(output.metrics),
+        }
+        outputs = {
+            "client": output.client,
+            "weight": weight,
+            "counts": counts,
+            "empty": empty,
+            "failed": ~empty & ~finite,
+        }
+        statistics = keep(output.statistics)
+        if self.algorithm.reduce == "stack":
+            outputs["statistics"] = statistics
+        else:
+            sums["statistics"] = jax.tree.map(lambda s: weight * s, statistics)
+        return sums, outputs
+
+    def _select(self, state: State, train: ClientData):
+        scores = None
+        if self.selection.needs_scores:
+            _, scores = self._over_clients(
+                self._score,
+                (state.key, state.round, state.server, state.clients, train),
+                jnp.arange(self.clients),
+            )
+        key = derive(state.key, Purpose.SELECT, state.round)
+        return self.selection.select(key, state.round, scores)
+
+    def _score(self, operands, client_id):
+        key, round, server, clients, train = operands
+        return (), self.algorithm.score(
+            derive(key, Purpose.SCORE, round, client_id),
+            server,
+            _take(clients, client_id),
+            _take(train, client_id),
+        )
+
+    def _evaluate(self, state: State, test: ClientData) -> Scores:
+        def client(operands, client_id):
+            state, test = operands
+            # The same draws of the global model for every client.
+            key = derive(state.key, Purpose.PREDICT, state.round)
+            predict = partial(self.algorithm.global_predictive, key, state.server)
+            return (), self._score_client(predict, _take(test, client_id))
+
+        ids = jnp.arange(self.clients)
+        return self._over_clients(client, (state, test), ids)[1]
+
+    def _evaluate_personal(self, state: State, train, test) -> Scores:
+        algorithm = self.algorithm
+
+        def client(operands, client_id):
+            state, train, test = operands
+            where = (state.round, client_id)
+            personal = algorithm.personalise(
+                derive(state.key, Purpose.PERSONALISE, *where),
+                state.server,
+                _take(state.clients, client_id),
+                _take(train, client_id),
+            )
+            key = derive(state.key, Purpose.PREDICT, *where)
+            predict = partial(
+                algorithm.personal_predictive, key, state.server, personal
+            )
+            return (), self._score_client(predict, _take(test, client_id))
+
+        ids = jnp.arange(self.clients)
+        return self._over_clients(client, (state, train, test), ids)[1]
+
+    def _score_client(self, predict, data: ClientData) -> Scores:
+        """Scores of one client's test data, in even batches."""
+        capacity = data.x.shape[0]
+        batches = -(-capacity // self.eval_batch_size)
+        batch_size = -(-capacity // batches)
+
+        def one(b):
+            # The last batch is moved back to fit; what it sees twice counts once.
+            start = jnp.minimum(b * batch_size, capacity - batch_size)
+            slots = start + jnp.arange(batch_size)
+            x = jax.lax.dynamic_slice_in_dim(data.x, start, batch_size)
+            y = jax.lax.dynamic_slice_in_dim(data.y, start, batch_size)
+            mask = (slots >= b * batch_size) & (slots < data.size)
+            return score(predict(x, mask), y, mask)
+
+        if batches == 1:
+            return one(0)
+        scores = jax.lax.map(one, jnp.arange(batches))
+        return jax.tree.map(lambda s: s.sum(0), scores)

@@ -1,0 +1,39 @@
+"""Where every random number comes from: one root key, a purpose, a round, a client.
+
+A key never depends on a client's place in the cohort, so results do not depend on
+the order of clients, the chunk size or the number of devices, and a resumed run
+draws the same numbers.
+"""
+
+import enum
+
+import jax
+
+__all__ = ["Purpose", "derive"]
+
+
+class Purpose(enum.IntEnum):
+    """What a key is for; the numbers are part of the reproducibility promise."""
+
+    INIT = 0
+    INIT_CLIENT = 1
+    SELECT = 2
+    CLIENT_UPDATE = 3
+    SERVER_UPDATE = 4
+    PERSONALISE = 5
+    PREDICT = 6
+    SCORE = 7
+
+
+def derive(root, purpose: Purpose, round=0, client_id=0):
+    """Returns `fold_in(fold_in(fold_in(root, purpose), round), client_id)`.
+
+    Args:
+      root: typed PRNG key of the run.
+      purpose: what the key is for.
+      round: round number, Python or traced integer.
+      client_id: the client's number in the population (not its place in the
+        cohort), Python or traced integer.
+    """
+    key = jax.random.fold_in(root, int(purpose))
+    return jax.random.fold_in(jax.random.fold_in(key, round), client_id)

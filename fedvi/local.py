@@ -1,0 +1,163 @@
+"""What happens inside one client: minibatches of its masked data, and SGD on them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+__all__ = [
+    "Batch",
+    "LocalTraining",
+    "cross_entropy",
+    "fold_minibatches",
+    "num_steps",
+    "sgd",
+]
+
+
+class Batch(NamedTuple):
+    """A minibatch: x `[batch, ...]`, y `[batch]`, mask `[batch]` (real examples)."""
+
+    x: jax.Array
+    y: jax.Array
+    mask: jax.Array
+
+
+class LocalTraining(NamedTuple):
+    """How a client trains. Defaults are FedBABU's protocol, which FedHB §6 follows.
+
+    Attributes:
+      epochs: τ, passes over the client's data; Python int.
+      batch_size: examples a step; the last batch of an epoch may be smaller.
+      learning_rate: a number, or a function of the round (an optax schedule).
+      momentum: heavy-ball momentum in [0, 1), started afresh in every round.
+      augment: optional `(key, x [batch, ...]) -> x` on raw inputs.
+    """
+
+    epochs: int = 1
+    batch_size: int = 50
+    learning_rate: float | Callable = 0.1
+    momentum: float = 0.9
+    augment: Callable | None = None
+
+    def learning_rate_at(self, round):
+        """The learning rate in a round."""
+        rate = self.learning_rate
+        return rate(round) if callable(rate) else rate
+
+    def optimizer(self, round) -> optax.GradientTransformation:
+        """SGD with this round's learning rate."""
+        return optax.sgd(self.learning_rate_at(round), self.momentum or None)
+
+
+def cross_entropy(logits, labels, mask):
+    """Mean cross-entropy over the real examples of a batch, 0 if there are none.
+
+    Args:
+      logits: [batch, classes].
+      labels: [batch] int.
+      mask: [batch] bool.
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    # `where` and not a product: a padded example's loss may be infinite.
+    return jnp.where(mask, losses, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+def num_steps(size, training: LocalTraining):
+    """Optimisation steps of one client in a round: epochs × ceil(size / batch)."""
+    return training.epochs * -(-size // training.batch_size)
+
+
+def fold_minibatches(
+    key, data, training: LocalTraining, step: Callable, carry: Any
+) -> Any:
+    """Folds `step` over the shuffled minibatches of every epoch of one client.
+
+    Clients of different sizes share one compiled program: the number of steps is
+    that of the client's true size, so a small client costs what it should, an empty
+    one does nothing, and padded slots never enter a batch unmasked.
+
+    Args:
+      key: typed PRNG key; shuffles, augments and is split for `step`.
+      data: one client's `ClientData`.
+      training: epochs, batch size and augmentation.
+      step: `(key, carry, Batch) -> carry`.
+      carry: pytree.
+
+    Returns:
+      The carry after the last step.
+    """
+    capacity = data.x.shape[0]
+    batch_size = min(training.batch_size, capacity)
+    batches = -(-data.size // batch_size)
+
+    def epoch(index, carry):
+        epoch_key = jax.random.fold_in(key, index)
+        shuffle_key, step_key = jax.random.split(epoch_key)
+        # Real examples get a random rank, padded slots go behind all of them.
+        rank = jnp.where(
+            jnp.arange(capacity) < data.size,
+            jax.random.uniform(shuffle_key, (capacity,)),
+            2.0,
+        )
+        order = jnp.pad(jnp.argsort(rank), (0, -capacity % batch_size))
+
+        def minibatch(b, carry):
+            start = b * batch_size
+            slots = jax.lax.dynamic_slice(order, (start,), (batch_size,))
+            mask = start + jnp.arange(batch_size) < data.size
+            augment_key, loss_key = jax.random.split(jax.random.fold_in(step_key, b))
+            x = data.x[slots]
+            if training.augment is not None:
+                x = training.augment(augment_key, x)
+            return step(loss_key, carry, Batch(x, data.y[slots], mask))
+
+        return jax.lax.fori_loop(0, batches, minibatch, carry)
+
+    return jax.lax.fori_loop(0, training.epochs, epoch, carry)
+
+
+def sgd(
+    key,
+    round,
+    params,
+    data,
+    training: LocalTraining,
+    loss: Callable,
+    proximal: Callable | None = None,
+):
+    """Minibatch SGD of one client from `params`.
+
+    Args:
+      key: typed PRNG key.
+      round: scalar, for the learning-rate schedule.
+      params: pytree to train.
+      data: one client's `ClientData`.
+      training: hyper-parameters.
+      loss: `(key, params, Batch) -> scalar`, mean over the batch.
+      proximal: optional `(params, step_size) -> params`, the proximal operator of a
+        penalty that is too stiff for gradient steps, applied after each step. The
+        step size handed to it is lr / (1 - momentum): heavy-ball momentum multiplies
+        every gradient by 1 / (1 - momentum) in the long run, and only with the same
+        factor is the fixed point that of loss + penalty.
+
+    Returns:
+      (trained params, mean loss over the steps).
+    """
+    optimizer = training.optimizer(round)
+    step_size = training.learning_rate_at(round) / (1 - training.momentum)
+
+    def step(key, carry, batch):
+        params, moments, total = carry
+        value, gradients = jax.value_and_grad(loss, argnums=1)(key, params, batch)
+        updates, moments = optimizer.update(gradients, moments, params)
+        params = optax.apply_updates(params, updates)
+        if proximal is not None:
+            params = proximal(params, step_size)
+        return params, moments, total + value
+
+    start = (params, optimizer.init(params), jnp.zeros(()))
+    params, _, total = fold_minibatches(key, data, training, step, start)
+    return params, total / jnp.maximum(num_steps(data.size, training), 1)

@@ -1,0 +1,36 @@
+import pytest
+
+from fedvi.algorithms import build, options_of
+
+
+def test_unknown_names_and_options_are_named(task):
+    with pytest.raises(ValueError, match=r"algorithm='fedsgd' must be one of .*fedavg"):
+        options_of("fedsgd")
+    with pytest.raises(ValueError, match=r"mu=1 is no option of fedbabu, .* none"):
+        build("fedbabu", task, mu=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("fedavg", "server_momentum", 1.0),
+        ("fedavg", "server_learning_rate", 0.0),
+        ("fedavg", "server_optimizer", "lbfgs"),
+        ("fedprox", "mu", -1.0),
+        ("fedhb_niw", "covariance", "full"),
+        ("fedhb_niw", "prior_mean", "one"),
+        ("fedhb_niw", "prediction", "mean"),
+        ("fedhb_niw", "p_drop", 1.0),
+        ("fedhb_niw", "epsilon", -1.0),
+        ("fedhb_niw", "penalty_scale", -1.0),
+        ("fedhb_niw", "num_samples", 0),
+        ("fedhb_mixture", "components", 0),
+        ("fedhb_mixture", "variance", 0.0),
+        ("fedhb_mixture", "start", "zero"),
+        ("fedhb_mixture", "init_spread", -1.0),
+        ("fedhb_mixture", "penalty_scale", -1.0),
+    ],
+)
+def test_option_values_are_checked_by_name(task, name, option, value):
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
+        build(name, task, **{option: value})

@@ -1,0 +1,125 @@
+"""What every registered algorithm must pass, a user's own included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.algorithms import ALGORITHMS, build, options_of
+from fedvi.cohort import clients_mesh
+from fedvi.evaluation import summarise
+from fedvi.federation import Federation
+from fedvi.selection import uniform
+
+ROUNDS = 8
+LAYOUTS = {"whole cohort on 4 devices": (None, 4), "chunks of 2 on 2": (2, 2)}
+
+
+def signature(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def assert_close(a, b):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), a, b
+    )
+
+
+@pytest.fixture(scope="module", params=sorted(ALGORITHMS))
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def federation(name, task, train, test):
+    return Federation(build(name, task), train, test, selection=uniform(7, 5))
+
+
+@pytest.fixture(scope="module")
+def run(federation):
+    """(first state, last state, metrics, scores) of one short run."""
+    start = federation.init(jax.random.key(0))
+    shapes = signature(start._replace(key=()))
+    first = summarise(federation.evaluate(start))
+    state, metrics = federation.rounds(start, ROUNDS)
+    return {
+        "shapes": shapes,
+        "state": state,
+        "metrics": metrics,
+        "first": first,
+        "global": summarise(federation.evaluate(state)),
+        "personal": summarise(federation.evaluate_personal(state)),
+    }
+
+
+def test_the_state_keeps_its_structure_shapes_and_types(run):
+    state = run["state"]._replace(key=())
+    assert signature(state) == run["shapes"]
+    assert all(
+        leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(state)
+    )
+
+
+def test_it_stays_finite_and_nobody_fails(run):
+    for leaf in jax.tree.leaves((run["state"]._replace(key=()), run["metrics"])):
+        assert np.isfinite(leaf).all()
+    assert not run["metrics"].failed.any()
+    assert (run["metrics"].empty == (run["metrics"].client_ids == 4)).all()
+
+
+def test_it_learns(run, name):
+    personal = run["personal"]["accuracy"]
+    assert personal > 60  # three classes: chance is 33
+    if name != "local_only":  # whose global model is the untrained start
+        assert run["global"]["nll"] < 0.8 * run["first"]["nll"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chunks_and_devices_do_not_matter(federation, run, layout):  # C11
+    chunk_size, devices = LAYOUTS[layout]
+    other = Federation(
+        federation.algorithm,
+        federation.train,
+        federation.test,
+        selection=federation.selection,
+        chunk_size=chunk_size,
+        mesh=clients_mesh(devices),
+    )
+    state, _ = other.rounds(other.init(jax.random.key(0)), ROUNDS)
+    assert_close(run["state"]._replace(key=()), state._replace(key=()))
+
+
+def test_predictions_are_distributions(federation, run, test):
+    algorithm, state = federation.algorithm, run["state"]
+    client = jax.tree.map(lambda leaf: leaf[1], state.clients)
+    data = jax.tree.map(lambda leaf: leaf[1], federation.train)
+    x, mask = jnp.asarray(test.x[1]), jnp.arange(10) < 9
+    key = jax.random.key(5)
+
+    @jax.jit
+    def predict(server, client, data):
+        personal = algorithm.personalise(key, server, client, data)
+        return (
+            algorithm.global_predictive(key, server, x, mask),
+            algorithm.personal_predictive(key, server, personal, x, mask),
+        )
+
+    for log_probs in predict(state.server, client, data):
+        assert log_probs.ndim == 3 and log_probs.shape[1:] == (10, 3)
+        np.testing.assert_allclose(np.exp(log_probs).sum(-1), 1, rtol=1e-5)
+
+
+def test_broadcast_only_empties_fields(federation, run):
+    sent = federation.algorithm.broadcast(run["state"].server)
+    everything = {
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(run["state"].server)
+    }
+    for path, _ in jax.tree_util.tree_leaves_with_path(sent):
+        assert jax.tree_util.keystr(path) in everything
+
+
+def test_a_registered_builder_has_only_defaulted_options(name):
+    for option in options_of(name).values():
+        assert option.default is not option.empty
+        assert option.annotation is not option.empty

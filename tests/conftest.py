@@ -1,0 +1,57 @@
+"""Strict settings for every test: several devices, no silent broadcasting."""
+
+import os
+
+# Before JAX is imported: a gradient summed over devices by mistake shows only with
+# several.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# After the settings above, which JAX reads when it is first imported.
+import numpy as np
+import pytest
+
+from fedvi.algorithm import Task
+from fedvi.data import ClientData
+from fedvi.local import LocalTraining
+from fedvi.nn import build
+
+SIZES = (20, 13, 8, 1, 0, 20, 5)  # one client is empty
+CLASSES, FEATURES = 3, 6
+
+
+def make_clients(sizes, seed=0) -> ClientData:
+    """Three noisy classes in six dimensions, clients of the given sizes."""
+    rng = np.random.default_rng(seed)
+    capacity = max(sizes)
+    y = rng.integers(0, CLASSES, (len(sizes), capacity)).astype(np.int32)
+    centres = np.random.default_rng(7).normal(size=(CLASSES, FEATURES)) * 2
+    x = (centres[y] + rng.normal(size=(*y.shape, FEATURES))).astype(np.float32)
+    return ClientData(x, y, np.array(sizes, np.int32))
+
+
+@pytest.fixture(scope="session")
+def train() -> ClientData:
+    return make_clients(SIZES)
+
+
+@pytest.fixture(scope="session")
+def test() -> ClientData:
+    return make_clients((10,) * len(SIZES), seed=1)
+
+
+@pytest.fixture(scope="session")
+def task() -> Task:
+    return Task(
+        model=build("mlp", classes=CLASSES, input_shape=(FEATURES,), hidden=(5,)),
+        training=LocalTraining(epochs=2, batch_size=8, learning_rate=0.05),
+        finetuning=LocalTraining(epochs=1, batch_size=8, learning_rate=0.01),
+        clients=sum(size > 0 for size in SIZES),
+        samples=sum(SIZES),
+    )

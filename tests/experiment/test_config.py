@@ -1,0 +1,89 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from fedvi.experiment.checkpoint import fingerprint
+from fedvi.experiment.config import ExperimentConfig, RunOptions, participants
+
+
+def test_the_defaults_are_valid_and_survive_json():
+    config = ExperimentConfig()
+    config.validate()
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_every_field_has_a_help_text():
+    for cls in (ExperimentConfig, RunOptions):
+        assert all(f.metadata["help"] for f in dataclasses.fields(cls))
+
+
+def test_the_fingerprint_follows_every_field():
+    base = ExperimentConfig()
+    changed = [
+        dataclasses.replace(base, rounds=321),
+        dataclasses.replace(base, options={"p_drop": 0.1}),
+        dataclasses.replace(base, lr_decay_at=(0.5,)),
+    ]
+    prints = {fingerprint(c.to_dict()) for c in [base, *changed]}
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fraction": 0.005}, "fraction=0.005 of clients=100 is less than one"),
+        ({"fraction": 0.0}, "fraction=0.0 must be above 0 and at most 1"),
+        ({"fraction": 1.5}, "fraction=1.5 must be"),
+        ({"fraction": float("nan")}, "fraction=nan must be"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+        ({"rounds": "many"}, "rounds='many' must be a number at least 1"),
+        ({"clients": 0}, "clients=0 must be at least 1"),
+        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be above 0"),
+        ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
+        ({"lr_decay_at": (0.7, 0.5)}, r"lr_decay_at=\[0.7, 0.5\] must be rising"),
+        ({"lr_decay_at": (0.5, 1.0)}, "must be rising fractions"),
+        ({"eval_every": 10, "personal_every": 15}, "personal_every=15 must be a mult"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be"),
+        ({"shards": 0}, "shards=0 must be at least 1"),
+        ({"seeds": 0}, "seeds=0 must be at least 1"),
+    ],
+)
+def test_a_wrong_value_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(ExperimentConfig(), **changes).validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "run_dir='' is empty"),
+        ({"chunk_size": 0}, "chunk_size=0 must be auto, whole or a number"),
+        ({"chunk_size": "half"}, "chunk_size='half' must be"),
+        ({"devices": 0}, "devices=0 must be at least 1"),
+        ({"overwrite": True, "resume": True}, "exclude each other"),
+    ],
+)
+def test_a_wrong_run_option_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        RunOptions(**({"run_dir": "runs/x"} | options if options else {})).validate()
+
+
+def test_participants_are_the_floor_in_spite_of_rounding():
+    assert participants(100, 0.29) == 29
+    assert participants(100, 0.999) == 99
+    assert participants(7, 0.5) == 3
+
+
+def test_the_learning_rate_decays_after_half_and_three_quarters():
+    schedule = ExperimentConfig(rounds=20).learning_rate_schedule()
+    rates = [float(schedule(round)) for round in range(20)]
+    expected = [0.1] * 10 + [0.01] * 5 + [0.001] * 5
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_short_run_starts_at_the_full_learning_rate(rounds):
+    schedule = ExperimentConfig(rounds=rounds).learning_rate_schedule()
+    assert float(schedule(0)) == pytest.approx(0.1)

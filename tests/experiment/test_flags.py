@@ -1,0 +1,150 @@
+from pathlib import Path
+
+import pytest
+from absl import flags as absl_flags
+
+from fedvi import algorithms
+from fedvi.experiment import build, flags
+from fedvi.experiment.config import ExperimentConfig
+
+FLAGFILES = Path(__file__).parents[2] / "examples" / "flagfiles"
+
+
+def read(*arguments):
+    values = absl_flags.FlagValues()
+    flags.define(values)
+    flags.parse(["program", *map(str, arguments)], values)
+    return flags.read(values)
+
+
+def test_without_flags_the_configuration_is_the_default():
+    [(config, options)] = read()
+    assert config == ExperimentConfig()
+    assert options.run_dir == "runs/fedhb_niw_cifar100"
+
+
+def test_flags_set_fields_options_and_run_options():
+    [(config, options)] = read(
+        "--algorithm=fedhb_niw",
+        "--p_drop=0.25",
+        "--prior_mean=zero",
+        "--rounds=7",
+        "--lr_decay_at=0.25,0.5",
+        "--noaugment",
+        "--data_file=a.npz",
+        "--chunk_size=4",
+        "--run_dir=elsewhere",
+        "--resume",
+    )
+    assert config.options == {"p_drop": 0.25, "prior_mean": "zero"}
+    assert (config.rounds, config.augment, config.data_file) == (7, False, "a.npz")
+    assert config.lr_decay_at == (0.25, 0.5)
+    assert (options.chunk_size, options.run_dir, options.resume) == (
+        4,
+        "elsewhere",
+        True,
+    )
+
+
+def test_several_algorithms_share_all_but_their_own_options():
+    runs = read("--algorithm=fedavg,fedprox", "--mu=0.5", "--name=both")
+    (first, first_options), (second, second_options) = runs
+    assert (first.options, second.options) == ({}, {"mu": 0.5})
+    assert first_options.run_dir == "runs/both/fedavg"
+    assert second_options.run_dir == "runs/both/fedprox"
+
+
+def test_every_algorithm_option_is_a_flag():
+    values = absl_flags.FlagValues()
+    flags.define(values)
+    for name in algorithms.ALGORITHMS:
+        for option, parameter in algorithms.options_of(name).items():
+            assert f"{name} ({parameter.default})" in values[option].help
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--algorithm=fedfoo"], "'fedfoo' is none of fedavg"),
+        (["--algorithm=fedavg,fedavg"], "named twice"),
+        (["--algorithm=fedavg", "--mu=1"], "--mu=1.0: fedavg does not take it; fedpr"),
+        (["--partition=stripes"], "partition=stripes: value should be one of"),
+        (["--prior_mean=one"], "prior_mean=one: value should be one of"),
+        (["--rounds=ten"], "rounds=ten"),
+        (["--lr_decay_at=half"], "lr_decay_at=half"),
+        (["--raunds=10"], "Unknown command line flag 'raunds'. Did you mean: rounds"),
+        (["fedavg"], "'fedavg' is no flag"),
+        (["--flagfile=missing.flags"], "missing.flags"),
+    ],
+)
+def test_a_mistake_is_a_flag_error_that_names_it(arguments, message):
+    with pytest.raises(absl_flags.Error, match=message):
+        read(*arguments)
+
+
+def test_a_users_own_option_becomes_a_flag(monkeypatch):
+    def mine(task, *, strength: float = 2.0):
+        """Builds nothing."""
+
+    monkeypatch.setitem(algorithms.ALGORITHMS, "mine", mine)
+    [(config, _)] = read("--algorithm=mine", "--strength=3")
+    assert config.options == {"strength": 3.0}
+
+
+def test_options_of_one_name_must_agree(monkeypatch):
+    def mine(task, *, mu: bool = True):
+        """Builds nothing."""
+
+    monkeypatch.setitem(algorithms.ALGORITHMS, "mine", mine)
+    with pytest.raises(ValueError, match="option mu is annotated differently"):
+        flags.define(absl_flags.FlagValues())
+
+
+def test_the_flag_file_names_the_run(tmp_path):
+    file = tmp_path / "my_setting.flags"
+    file.write_text("# a comment\n--rounds=3\n")
+    [(config, options)] = read(f"--flagfile={file}", "--epochs=2")
+    assert (config.rounds, config.epochs) == (3, 2)
+    assert options.run_dir == "runs/my_setting"
+    [(_, options)] = read("--flagfile", file, "--name=other")
+    assert options.run_dir == "runs/other"
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(FLAGFILES.rglob("*.flags")),
+    ids=lambda file: file.relative_to(FLAGFILES).with_suffix("").as_posix(),
+)
+def test_every_flag_file_is_valid(file):
+    runs = read(f"--flagfile={file}")
+    for config, options in runs:
+        config.validate()
+        options.validate()
+        build.check_algorithm(config)
+    header = file.read_text(encoding="utf-8")
+    assert "\n# ours: " in header
+    if file.parent.name == "fedhb":
+        assert "\n# paper: " in header
+        config = runs[0][0]
+        # The name says what is inside: method_data_sS_fF_tauT.
+        assert file.stem.endswith(
+            f"{config.dataset}_s{config.shards}_f{config.fraction}_tau{config.epochs}"
+        )
+        assert config.clients == 100
+
+
+def test_there_is_a_flag_file_for_every_cell():
+    methods = ("niw", "mixture_k2", "fedbabu", "fedavg", "fedprox")
+    cells = [
+        f"{data}_s5_f0.1_tau{tau}"
+        for data in ("mnist", "fashion_mnist")
+        for tau in (1, 5)
+    ]
+    cells += [
+        f"cifar100_s{s}_f{f}_tau{tau}"
+        for s in (100, 10)
+        for f in ("0.1", "1.0")
+        for tau in (1, 10)
+    ]
+    expected = {f"{method}_{cell}.flags" for method in methods for cell in cells}
+    assert {file.name for file in (FLAGFILES / "fedhb").iterdir()} == expected

@@ -1,0 +1,49 @@
+import numpy as np
+
+from fedvi.experiment.problems import Problems
+from fedvi.federation import RoundMetrics
+
+
+def block(ids, empty=(), failed=()):
+    """Metrics `[seeds, rounds, cohort]` where those ids were empty or failed."""
+    ids = np.asarray(ids)
+    return RoundMetrics(ids, np.isin(ids, empty), np.isin(ids, failed), {})
+
+
+def test_nothing_is_said_when_nothing_happened():
+    problems = Problems()
+    assert problems.add(1, [0], block([[[0, 1], [2, 3]]])) == []
+    assert problems.to_dict() == {"empty": {}, "failed": {}, "lost_rounds": 0}
+
+
+def test_failed_clients_are_named_with_seed_and_rounds():
+    problems = Problems()
+    [line] = problems.add(5, [3], block([[[0, 7], [7, 2]]], failed=[7]))
+    assert line.startswith("WARNING: seed 3, rounds 5 to 6: left out client 7:")
+    assert problems.to_dict()["failed"] == {"7": 2}
+
+
+def test_an_empty_client_is_named_once():
+    problems = Problems()
+    lines = problems.add(1, [0], block([[[0, 4]]], empty=[4]))
+    assert lines == ["without training data, skipped: client 4"]
+    assert problems.add(2, [0], block([[[1, 4]]], empty=[4])) == []
+    assert problems.to_dict()["empty"] == {"4": 2}
+
+
+def test_a_round_without_any_upload_is_reported():
+    problems = Problems()
+    ids = [[[0, 1], [2, 3]], [[0, 1], [0, 2]]]
+    lines = problems.add(11, [0, 1], block(ids, empty=[0], failed=[1]))
+    lost = [line for line in lines if "no participant's upload" in line]
+    assert [line[:16] for line in lost] == ["WARNING: seed 0:", "WARNING: seed 1:"]
+    assert all("round 11;" in line for line in lost)
+    assert problems.to_dict()["lost_rounds"] == 2
+
+
+def test_counts_go_on_after_a_resume():
+    problems = Problems()
+    problems.add(1, [0], block([[[0, 1]]], failed=[1]))
+    resumed = Problems(problems.to_dict())
+    resumed.add(2, [0], block([[[1, 2]]], failed=[1]))
+    assert resumed.to_dict()["failed"] == {"1": 2}

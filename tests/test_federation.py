@@ -1,0 +1,223 @@
+"""The round itself: padding, empty and failing clients, state, compilation, seeds."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.algorithm import Algorithm, ClientOutput
+from fedvi.algorithms import fedavg
+from fedvi.federation import Federation
+from fedvi.selection import Selection, uniform
+
+TRACES = Counter()
+
+
+def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
+    """Clients upload the mean of their first feature and count their visits."""
+
+    def client_update(key, round, server, client, data):
+        TRACES["client_update"] += 1
+        real = jnp.arange(data.y.shape[0]) < data.size
+        value = jnp.where(real, data.x[:, 0], 0).sum() / data.size
+        if poisoned is not None:
+            value = jnp.where(client["id"] == poisoned, jnp.nan, value)
+        client = {**client, "visits": client["visits"] + 1}
+        client["key"] = jax.random.fold_in(client["key"], 1)
+        return ClientOutput(value, data.size, client, {"value": value})
+
+    def server_update(key, round, server, aggregate):
+        if reduce == "stack":
+            total = (aggregate.statistics * aggregate.weight).sum()
+            return total / aggregate.weight.sum()
+        return aggregate.mean()
+
+    def predictive(key, server, x, mask):
+        logits = x[:, :3] + jnp.broadcast_to(server, (x.shape[0], 3))
+        return jax.nn.log_softmax(logits)[None]
+
+    return Algorithm(
+        name="mean_of_data",
+        init=lambda key: jnp.float32(-5.0),
+        init_client=lambda key, server: {
+            "visits": jnp.int32(0),
+            "id": jnp.int32(-1),
+            "key": key,
+        },
+        client_update=client_update,
+        server_update=server_update,
+        global_predictive=predictive,
+        personalise=lambda key, server, client, data: data.size.astype(jnp.float32),
+        personal_predictive=predictive,
+        reduce=reduce,
+    )
+
+
+def number_clients(state):
+    """Writes every client's id into its state."""
+    ids = jnp.arange(state.clients["id"].shape[0], dtype=jnp.int32)
+    return state._replace(clients={**state.clients, "id": ids})
+
+
+def fixed(ids) -> Selection:
+    ids = jnp.asarray(ids, jnp.int32)
+    return Selection(len(ids), lambda key, round, scores: ids)
+
+
+def numpy_mean(train, ids):
+    weights = train.size[ids]
+    means = [train.x[i, : train.size[i], 0].mean() if train.size[i] else 0 for i in ids]
+    return np.dot(weights, means) / weights.sum()
+
+
+@pytest.mark.parametrize("reduce", ["sum", "stack"])
+def test_an_empty_client_counts_nothing_and_is_reported(train, test, reduce):  # C1
+    federation = Federation(mean_of_data(reduce=reduce), train, test)
+    state, metrics = federation.round(federation.init(jax.random.key(0)))
+    others = np.array([0, 1, 2, 3, 5, 6])
+    np.testing.assert_allclose(state.server, numpy_mean(train, others), rtol=1e-5)
+    np.testing.assert_array_equal(metrics.empty, np.arange(7) == 4)
+    assert not metrics.failed.any()
+    np.testing.assert_array_equal(state.clients["visits"], np.arange(7) != 4)
+
+
+def test_a_round_of_empty_clients_changes_nothing(train, test):  # C1
+    federation = Federation(mean_of_data(), train, test, selection=fixed([4]))
+    state, metrics = federation.round(federation.init(jax.random.key(0)))
+    assert state.server == -5.0 and state.round == 1
+    assert metrics.empty.all() and np.isfinite(metrics.metrics["value"])
+
+
+@pytest.mark.parametrize("reduce", ["sum", "stack"])
+def test_a_client_with_nan_is_left_out_and_reported(train, test, reduce):  # C16
+    federation = Federation(mean_of_data(poisoned=1, reduce=reduce), train, test)
+    state = number_clients(federation.init(jax.random.key(0)))
+    state, metrics = federation.rounds(state, 2)
+    others = np.array([0, 2, 3, 5, 6])
+    np.testing.assert_allclose(state.server, numpy_mean(train, others), rtol=1e-5)
+    np.testing.assert_array_equal(metrics.failed[1], np.arange(7) == 1)
+    assert np.isfinite(metrics.metrics["value"]).all()
+    np.testing.assert_array_equal(state.clients["visits"][:3], [2, 0, 2])
+
+
+def test_states_of_absent_clients_survive_unchanged(train, test):  # C7
+    cohorts = jnp.array([[2, 0], [1, 0], [2, 1]])
+    selection = Selection(2, lambda key, round, scores: cohorts[round])
+    federation = Federation(mean_of_data(), train, test, selection=selection)
+    start = federation.init(jax.random.key(0))
+    before = jax.device_get(jax.random.key_data(start.clients["key"]))
+    state, _ = federation.rounds(start, 3)
+    np.testing.assert_array_equal(state.clients["visits"], [2, 2, 2, 0, 0, 0, 0])
+    after = jax.device_get(jax.random.key_data(state.clients["key"]))
+    np.testing.assert_array_equal(after[3:], before[3:])
+    assert (after[:3] != before[:3]).any(axis=1).all()
+
+
+def test_the_order_of_the_cohort_does_not_matter(train, test, task):  # C8
+    servers = []
+    for ids in ([0, 2, 5, 6], [6, 2, 0, 5]):
+        federation = Federation(fedavg(task), train, test, selection=fixed(ids))
+        state, _ = federation.rounds(federation.init(jax.random.key(1)), 2)
+        servers.append(jax.device_get(state.server.params))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *servers
+    )
+
+
+def test_a_round_compiles_once_whatever_the_data(train, test):
+    federation = Federation(mean_of_data(), train, test, selection=uniform(7, 3))
+    state, _ = federation.round(federation.init(jax.random.key(0)))
+    traced = TRACES["client_update"]
+    assert traced > 0
+    for _ in range(3):
+        state, _ = federation.round(state)
+    federation.train = jax.tree.map(lambda a: a + 0, federation.train)
+    state, _ = federation.round(state)
+    assert TRACES["client_update"] == traced
+
+
+def test_the_state_is_donated(train, test):
+    federation = Federation(mean_of_data(), train, test)
+    state = federation.init(jax.random.key(0))
+    federation.round(state)
+    assert state.server.is_deleted()
+
+
+def test_rounds_equals_round_after_round(train, test, task):
+    federation = Federation(fedavg(task), train, test, selection=uniform(7, 3))
+    scanned, metrics = federation.rounds(federation.init(jax.random.key(0)), 3)
+    stepped = federation.init(jax.random.key(0))
+    for round in range(3):
+        stepped, one = federation.round(stepped)
+        np.testing.assert_array_equal(one.client_ids, metrics.client_ids[round])
+    assert len(np.unique(metrics.client_ids, axis=0)) > 1
+    jax.tree.map(
+        np.testing.assert_array_equal, scanned._replace(key=0), stepped._replace(key=0)
+    )
+
+
+def test_seeds_may_be_vmapped(train, test, task):
+    federation = Federation(fedavg(task), train, test, selection=uniform(7, 3))
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def run(key):
+        state, _ = federation._rounds(federation._init(key), federation.train, 2)
+        return state.server.params, federation._evaluate(state, federation.test)
+
+    together = jax.jit(jax.vmap(run))(keys)
+    alone = jax.jit(run)(keys[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-4, atol=1e-5),
+        together,
+        alone,
+    )
+
+
+@pytest.mark.parametrize("eval_batch_size", [128, 4, 3, 1])
+def test_evaluation_in_batches_counts_every_example_once(train, test, eval_batch_size):
+    # Ten test examples in batches of 4 or 3: the last batch overlaps the one before.
+    federation = Federation(
+        mean_of_data(), train, test, eval_batch_size=eval_batch_size
+    )
+    scores = federation.evaluate(federation.init(jax.random.key(0)))
+    predicted = test.x[:, :, :3].argmax(-1)
+    np.testing.assert_array_equal(scores.count, 10)
+    np.testing.assert_array_equal(scores.correct, (predicted == test.y).sum(1))
+
+
+def test_personal_evaluation_gives_every_client_its_own_model(train, test):
+    federation = Federation(mean_of_data(), train, test)
+    state = federation.init(jax.random.key(0))
+    scores = federation.evaluate_personal(state)
+    # A shift common to all classes changes nothing.
+    np.testing.assert_array_equal(scores.correct, federation.evaluate(state).correct)
+
+
+def test_a_selection_may_ask_for_scores(train, test):
+    def select(key, round, scores):
+        return jnp.argsort(-scores)[:2]
+
+    algorithm = mean_of_data()._replace(
+        score=lambda key, server, client, data: data.size.astype(jnp.float32)
+    )
+    federation = Federation(
+        algorithm, train, test, selection=Selection(2, select, needs_scores=True)
+    )
+    _, metrics = federation.round(federation.init(jax.random.key(0)))
+    assert set(metrics.client_ids.tolist()) == {0, 5}
+
+
+def test_mistakes_are_named_before_compilation(train, test):
+    few = jax.tree.map(lambda a: a[:3], test)
+    empty = train._replace(size=np.zeros_like(train.size))
+    algorithm = mean_of_data()
+    with pytest.raises(ValueError, match="test holds 3 clients and train 7"):
+        Federation(algorithm, train, few)
+    with pytest.raises(ValueError, match="every client is empty"):
+        Federation(algorithm, empty, test)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        Federation(algorithm, train, test, chunk_size=0)
+    with pytest.raises(ValueError, match="selection.size=8 exceeds the 7"):
+        Federation(algorithm, train, test, selection=fixed(range(8)))

@@ -1,0 +1,26 @@
+import jax
+import numpy as np
+
+from fedvi.keys import Purpose, derive
+
+
+def test_keys_differ_by_purpose_round_and_client():
+    root = jax.random.key(0)
+    keys = [
+        derive(root, purpose, round, client)
+        for purpose in Purpose
+        for round in range(3)
+        for client in range(3)
+    ]
+    data = np.array([jax.random.key_data(key) for key in keys])
+    assert len(np.unique(data, axis=0)) == len(keys)
+
+
+def test_a_traced_client_id_gives_the_same_key():
+    root = jax.random.key(3)
+    ids = np.arange(4)
+    traced = jax.jit(
+        jax.vmap(lambda i: jax.random.key_data(derive(root, Purpose.SELECT, 2, i)))
+    )(ids)
+    plain = [jax.random.key_data(derive(root, Purpose.SELECT, 2, int(i))) for i in ids]
+    np.testing.assert_array_equal(traced, np.array(plain))

@@ -1,0 +1,142 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.data import ClientData
+from fedvi.local import Batch, LocalTraining, cross_entropy, fold_minibatches, sgd
+
+CAPACITY, FEATURES = 500, 4
+X = np.random.default_rng(0).normal(size=(CAPACITY, FEATURES)).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 3, CAPACITY).astype(np.int32)
+
+
+def test_cross_entropy_ignores_masked_examples_even_if_infinite():
+    logits = jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf], [0.0, 0.0]])
+    labels, mask = jnp.array([1, 0, 0]), jnp.array([True, False, True])
+    expected = (np.log1p(np.exp(-1.0)) + np.log(2.0)) / 2
+    np.testing.assert_allclose(
+        cross_entropy(logits, labels, mask), expected, rtol=1e-6
+    )
+    assert cross_entropy(logits, labels, jnp.zeros(3, bool)) == 0
+
+
+@pytest.fixture(scope="module")
+def visits():
+    """(how often each slot was visited in two epochs, steps) by size, one program."""
+    training = LocalTraining(epochs=2, batch_size=64)
+
+    def step(key, carry, batch):
+        counts, steps = carry
+        slot = batch.x[:, 0].astype(jnp.int32)
+        return counts.at[slot].add(batch.mask.astype(jnp.int32)), steps + 1
+
+    slots = jnp.arange(CAPACITY, dtype=jnp.float32)[:, None]
+    traces = []
+
+    @jax.jit
+    def run(size):
+        traces.append(size)
+        data = ClientData(slots, jnp.zeros(CAPACITY, jnp.int32), size)
+        start = (jnp.zeros(CAPACITY, jnp.int32), 0)
+        return fold_minibatches(jax.random.key(0), data, training, step, start)
+
+    sizes = [0, 1, 7, 64, 65, 500]
+    results = {size: jax.device_get(run(jnp.int32(size))) for size in sizes}
+    assert len(traces) == 1  # C12: one compilation for all sizes
+    return results
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 64, 65, 500])
+def test_every_real_example_is_seen_once_an_epoch(visits, size):  # C12
+    counts, steps = visits[size]
+    np.testing.assert_array_equal(counts, 2 * (np.arange(CAPACITY) < size))
+    assert steps == 2 * -(-size // 64)
+
+
+def reference_sgd(weights, x, y, order_of_epochs, batch_size, rate, momentum):
+    """Softmax regression by heavy-ball SGD, float64 NumPy, no padding anywhere."""
+    velocity = np.zeros_like(weights)
+    for order in order_of_epochs:
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            logits = x[rows] @ weights
+            p = np.exp(logits - logits.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            p[np.arange(len(rows)), y[rows]] -= 1
+            velocity = momentum * velocity + x[rows].T @ p / len(rows)
+            weights = weights - rate * velocity
+    return weights
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 65])
+def test_padded_sgd_equals_unpadded_numpy(size):  # C12
+    training = LocalTraining(epochs=2, batch_size=64, learning_rate=0.3, momentum=0.9)
+    data = ClientData(jnp.asarray(X), jnp.asarray(Y), jnp.int32(size))
+    key = jax.random.key(size)
+
+    def loss(key, weights, batch):
+        return cross_entropy(batch.x @ weights, batch.y, batch.mask)
+
+    weights = jnp.zeros((FEATURES, 3))
+    trained, _ = sgd(key, 0, weights, data, training, loss)
+
+    orders = []
+    for epoch in range(2):
+        shuffle_key, _ = jax.random.split(jax.random.fold_in(key, epoch))
+        rank = np.array(jax.random.uniform(shuffle_key, (CAPACITY,)))
+        orders.append(np.argsort(rank[:size]))
+    expected = reference_sgd(
+        np.zeros((FEATURES, 3)), X.astype(np.float64), Y, orders, 64, 0.3, 0.9
+    )
+    np.testing.assert_allclose(trained, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_learning_rate_may_depend_on_the_round():
+    training = LocalTraining(learning_rate=lambda round: 0.1 / (1 + round))
+    assert training.learning_rate_at(4) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_proximal_and_gradient_steps_have_the_same_fixed_point(momentum):
+    # ½(θ-1)² + w/2 θ² has its minimum at 1 / (1 + w), by either kind of step.
+    training = LocalTraining(
+        epochs=400, batch_size=1, learning_rate=0.05, momentum=momentum
+    )
+    data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
+    weight = 3.0
+
+    def fit(key, theta, batch):
+        return 0.5 * jnp.square(theta - 1.0)
+
+    def whole(key, theta, batch):
+        return fit(key, theta, batch) + 0.5 * weight * jnp.square(theta)
+
+    def proximal(theta, step_size):
+        return theta / (1 + step_size * weight)
+
+    args = (jax.random.key(0), 0, jnp.float32(0.3), data, training)
+    np.testing.assert_allclose(sgd(*args, fit, proximal)[0], 0.25, rtol=1e-3)
+    np.testing.assert_allclose(sgd(*args, whole)[0], 0.25, rtol=1e-3)
+
+
+def test_augmentation_sees_raw_batches_and_its_own_keys():
+    seen = []
+
+    def augment(key, x):
+        seen.append((x.dtype, x.shape))
+        return x + jax.random.bits(key, x.shape, jnp.uint8)
+
+    training = LocalTraining(epochs=2, batch_size=2, augment=augment)
+    data = ClientData(
+        jnp.zeros((4, 3), jnp.uint8), jnp.zeros(4, jnp.int32), jnp.int32(4)
+    )
+
+    def step(key, carry, batch: Batch):
+        return jnp.roll(carry, 1, axis=0).at[0].set(batch.x[0])
+
+    batches = fold_minibatches(
+        jax.random.key(0), data, training, step, jnp.zeros((4, 3), jnp.uint8)
+    )
+    assert seen[0] == (jnp.uint8, (2, 3))
+    assert len(np.unique(batches, axis=0)) == 4
