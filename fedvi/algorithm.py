@@ -4,7 +4,7 @@ Every function sees ONE client: no function has a leading clients axis.
 `fedvi.federation` adds that axis, by `vmap`, by a loop over chunks and over devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -52,13 +52,13 @@ class ClientOutput(NamedTuple):
       weight: scalar, the algorithm's own: the client's size, or 1.
       client: what the client keeps until it is next selected, of the structure
         that `init_client` returned.
-      metrics: dict of scalars, averaged over the cohort and logged.
+      metrics: dict of scalars, averaged over the cohort and logged; () if none.
     """
 
     statistics: Any
     weight: jax.Array | float
     client: Client = ()
-    metrics: dict[str, jax.Array] = {}
+    metrics: Mapping[str, jax.Array] | tuple[()] = ()
 
 
 class Aggregate(NamedTuple):

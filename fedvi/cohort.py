@@ -70,20 +70,21 @@ def map_reduce(
     if devices == 1:
         sums, outputs = run(operands, ids, slots < cohort)
     else:
+        # check_vma=False: with it, the gradient with respect to a replicated value is
+        # summed over the devices unless every operand AND every constant that an
+        # algorithm's loop carries is marked as varying. Algorithms know no devices.
         sums, outputs = jax.shard_map(
-            partial(_on_device, run),
+            lambda *args: _psum_first(run(*args)),
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS)),
             out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+            check_vma=False,
         )(operands, ids, slots < cohort)
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)
 
 
-def _on_device(run, operands, ids, valid):
-    # A gradient with respect to a replicated value is summed over the devices by
-    # shard_map; marked as varying, it stays the client's own.
-    operands = jax.tree.map(lambda a: jax.lax.pcast(a, AXIS, to="varying"), operands)
-    sums, outputs = run(operands, ids, valid)
+def _psum_first(results):
+    sums, outputs = results
     return jax.lax.psum(sums, AXIS), outputs
 
 
@@ -108,10 +109,6 @@ def _run_chunks(fn, operands, ids, valid, *, chunks, chunk):
 
     ids, valid = ids.reshape(chunks, chunk), valid.reshape(chunks, chunk)
     shapes = jax.eval_shape(lambda: run_chunk(ids[0], valid[0])[0])
-    # Zeros made from `ids` vary over the devices as the sums will.
-    zero = (ids[0, 0] * 0)
-    start = jax.tree.map(
-        lambda s: jnp.broadcast_to(zero.astype(s.dtype), s.shape), shapes
-    )
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     total, outputs = jax.lax.scan(body, start, (ids, valid))
     return total, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)

@@ -235,7 +235,7 @@ class Federation:
         sums = {
             "weight": weight,
             "participants": counts.astype(jnp.int32),
-            "metrics": keep(output.metrics),
+            "metrics": keep(dict(output.metrics)),
         }
         outputs = {
             "client": output.client,

@@ -38,6 +38,9 @@ def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
         logits = x[:, :3] + jnp.broadcast_to(server, (x.shape[0], 3))
         return jax.nn.log_softmax(logits)[None]
 
+    def personal_predictive(key, server, personal, x, mask):
+        return predictive(key, personal, x, mask)
+
     return Algorithm(
         name="mean_of_data",
         init=lambda key: jnp.float32(-5.0),
@@ -50,7 +53,7 @@ def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
         server_update=server_update,
         global_predictive=predictive,
         personalise=lambda key, server, client, data: data.size.astype(jnp.float32),
-        personal_predictive=predictive,
+        personal_predictive=personal_predictive,
         reduce=reduce,
     )
 

@@ -72,7 +72,7 @@ def centralised(task: Task) -> Algorithm:
 
 
 def _pool(data: ClientData) -> ClientData:
-    """One client's worth of data from `[cohort, capacity, ...]`, real examples first."""
+    """All uploads as one client's data, real examples first."""
     cohort, capacity = data.y.shape
     padded = jnp.arange(capacity)[None, :] >= data.size[:, None]
     order = jnp.argsort(padded.reshape(-1), stable=True)

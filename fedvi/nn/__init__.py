@@ -1,0 +1,29 @@
+"""Networks for federated learning: layers, the `Model` contract, and a registry."""
+
+from fedvi.nn.layers import (
+    BatchNorm,
+    Conv,
+    Dense,
+    DepthwiseConv,
+    avg_pool,
+    global_avg_pool,
+    max_pool,
+)
+from fedvi.nn.model import Model, Params, from_flax, parameter_count
+from fedvi.nn.models import MODELS, build
+
+__all__ = [
+    "MODELS",
+    "BatchNorm",
+    "Conv",
+    "Dense",
+    "DepthwiseConv",
+    "Model",
+    "Params",
+    "avg_pool",
+    "build",
+    "from_flax",
+    "global_avg_pool",
+    "max_pool",
+    "parameter_count",
+]

@@ -1,0 +1,227 @@
+"""Layers as matrix products, fast when every client has its own weights.
+
+Under `jax.vmap` over weights, and inside `lax.scan`, native convolutions leave
+XLA's fast CPU path. These layers use only slices, sums and products. Parameter
+names, shapes and initialisers are those of `flax.linen`, so that weights move
+freely between the two. Images are `[batch, height, width, channels]`.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+__all__ = [
+    "BatchNorm",
+    "Conv",
+    "Dense",
+    "DepthwiseConv",
+    "avg_pool",
+    "global_avg_pool",
+    "max_pool",
+]
+
+Dense = nn.Dense
+
+
+class Conv(nn.Module):
+    """Two-dimensional convolution, as `flax.linen.Conv`.
+
+    Maps `[batch, height, width, in]` to `[batch, height', width', features]`: shifted
+    slices are concatenated to patches and multiplied by the kernel
+    `[kernel height, kernel width, in, features]` in one product.
+
+    Attributes:
+        features: number of output channels.
+        kernel_size: kernel height and width.
+        strides: step in both directions.
+        padding: "SAME" or "VALID".
+        use_bias: whether to add a bias `[features]`.
+
+    Raises:
+        ValueError: another kind of kernel size, strides or padding, or an image smaller
+            than the kernel.
+    """
+
+    features: int
+    kernel_size: tuple[int, int]
+    strides: int = 1
+    padding: str = "SAME"
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        _check(self.kernel_size, self.strides, self.padding)
+        shape = (*self.kernel_size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        taps = _taps(x, self.kernel_size, self.strides, self.padding)
+        patches = jnp.concatenate(taps, axis=-1)
+        # A product of two matrices is faster than one with four-dimensional patches.
+        y = patches.reshape(-1, patches.shape[-1]) @ kernel.reshape(-1, self.features)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias[None]
+        return y.reshape(*patches.shape[:-1], self.features)
+
+
+class DepthwiseConv(nn.Module):
+    """One filter per channel, as `flax.linen.Conv` with `feature_group_count=channels`.
+
+    Maps `[batch, height, width, channels]` to `[batch, height', width', channels]`
+    with a kernel `[kernel height, kernel width, 1, channels]`: one multiply-add of a
+    shifted slice for each kernel position.
+
+    Attributes:
+        kernel_size: kernel height and width.
+        strides: step in both directions.
+        padding: "SAME" or "VALID".
+        use_bias: whether to add a bias `[channels]`.
+
+    Raises:
+        ValueError: as for `Conv`.
+    """
+
+    kernel_size: tuple[int, int]
+    strides: int = 1
+    padding: str = "SAME"
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        _check(self.kernel_size, self.strides, self.padding)
+        channels = x.shape[-1]
+        shape = (*self.kernel_size, 1, channels)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        taps = _taps(x, self.kernel_size, self.strides, self.padding)
+        filters = kernel.reshape(-1, 1, 1, 1, channels)
+        y = sum(tap * weight for tap, weight in zip(taps, filters, strict=True))
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (channels,))
+            y = y + bias[None, None, None]
+        return y
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation by the statistics of the batch, in training and evaluation.
+
+    Equals `flax.linen.BatchNorm(use_running_average=False)`, but keeps no running
+    statistics, so that its only state is the parameters `scale` and `bias`
+    `[channels]` (the models of FedBABU and FedHB: `track_running_stats=False`).
+
+    Call it with `x` `[batch, ..., channels]` and optionally `mask` `[batch]` bool:
+    examples with a false mask do not enter the statistics, though they are normalised
+    by them. If no example counts, mean and variance are zero.
+
+    Attributes:
+        epsilon: added to the variance; 1e-5, as in `flax.linen`.
+    """
+
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        channels = x.shape[-1]
+        scale = self.param("scale", nn.initializers.ones, (channels,))
+        bias = self.param("bias", nn.initializers.zeros, (channels,))
+        if mask is not None:
+            mask = mask.reshape(-1, *[1] * (x.ndim - 1))
+        centred = x - _masked_mean(x, mask)
+        # Two passes: the mean of squares minus the squared mean cancels in float32.
+        variance = _masked_mean(centred * centred, mask)
+        scale, bias = (v.reshape(*[1] * (x.ndim - 1), -1) for v in (scale, bias))
+        return centred * (lax.rsqrt(variance + self.epsilon) * scale) + bias
+
+
+def max_pool(x: jax.Array, window: int = 2) -> jax.Array:
+    """Largest value of each window of `window x window` pixels, without overlap.
+
+    Maps `[batch, height, width, channels]` to
+    `[batch, height // window, width // window, channels]`; rows and columns left over
+    are dropped. Equals `flax.linen.max_pool` with equal window and strides; the
+    gradient goes to the first largest pixel.
+
+    Raises:
+        ValueError: the image is smaller than the window.
+    """
+    pixels = _windows(x, window)
+    # Not `pixels.max(3)`: its gradient compares the maximum with pixels that XLA may
+    # have recomputed with another rounding, and then finds no maximum at all.
+    winner = jnp.argmax(lax.stop_gradient(pixels), axis=3, keepdims=True)
+    position = lax.broadcasted_iota(winner.dtype, (1, 1, 1, window * window, 1), 3)
+    return jnp.where(position == winner, pixels, 0).sum(axis=3)
+
+
+def avg_pool(x: jax.Array, window: int = 2) -> jax.Array:
+    """Mean of each window of `window x window` pixels, without overlap.
+
+    Shapes and errors as for `max_pool`. Equals `flax.linen.avg_pool` with equal window
+    and strides.
+    """
+    return _windows(x, window).mean(axis=3)
+
+
+def global_avg_pool(x: jax.Array) -> jax.Array:
+    """Mean over all pixels: `[batch, height, width, channels]` to `[batch, channels]`."""
+    return x.mean(axis=(1, 2))
+
+
+def _masked_mean(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Mean over all axes but the last, of the examples that count; axes are kept."""
+    axes = tuple(range(x.ndim - 1))
+    if mask is None:
+        return x.mean(axis=axes, keepdims=True)
+    total = jnp.where(mask, x, 0).sum(axis=axes, keepdims=True)
+    pixels = x.size // (x.shape[0] * x.shape[-1])
+    return total / jnp.maximum(mask.sum() * pixels, 1)
+
+
+def _windows(x: jax.Array, window: int) -> jax.Array:
+    """`[batch, h, w, channels]` to `[batch, h', w', window * window, channels]`."""
+    batch, height, width, channels = x.shape
+    rows, columns = height // window, width // window
+    if not rows or not columns:
+        raise ValueError(
+            f"window={window} is larger than the {height}x{width} image: "
+            "pool less or use larger images"
+        )
+    x = x[:, : rows * window, : columns * window]
+    x = x.reshape(batch, rows, window, columns, window, channels)
+    x = x.transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(batch, rows, columns, window * window, channels)
+
+
+def _check(kernel_size: tuple[int, int], strides: int, padding: str) -> None:
+    if not isinstance(kernel_size, tuple) or len(kernel_size) != 2:
+        raise ValueError(f"kernel_size={kernel_size!r}: give (height, width)")
+    if not isinstance(strides, int) or strides < 1:
+        raise ValueError(f"strides={strides!r}: give one positive whole number")
+    if padding not in ("SAME", "VALID"):
+        raise ValueError(f"padding={padding!r}: give 'SAME' or 'VALID'")
+
+
+def _taps(
+    x: jax.Array, kernel_size: tuple[int, int], strides: int, padding: str
+) -> list[jax.Array]:
+    """For each kernel position, the pixels that it meets, `[batch, h', w', channels]`."""
+    batch, height, width, channels = x.shape
+    pads = lax.padtype_to_pads((height, width), kernel_size, (strides,) * 2, padding)
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    rows, columns = (
+        (size - kernel) // strides + 1 for size, kernel in zip(x.shape[1:3], kernel_size)
+    )
+    if rows < 1 or columns < 1:
+        raise ValueError(
+            f"kernel_size={kernel_size} is larger than the {height}x{width} image: "
+            "use a smaller kernel, larger images or padding='SAME'"
+        )
+    down, right = (rows - 1) * strides + 1, (columns - 1) * strides + 1
+    return [
+        lax.slice(
+            x,
+            (0, i, j, 0),
+            (batch, i + down, j + right, channels),
+            (1, strides, strides, 1),
+        )
+        for i in range(kernel_size[0])
+        for j in range(kernel_size[1])
+    ]

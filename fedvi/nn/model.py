@@ -1,0 +1,133 @@
+"""A classifier as pure functions, split into body and head."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+__all__ = ["Model", "Params", "from_flax", "parameter_count"]
+
+Params = dict[str, Any]
+
+
+class Model(NamedTuple):
+    """A classifier whose parameters are `{"body": pytree, "head": pytree}`."""
+
+    init: Callable[[jax.Array], Params]  # key -> float32 parameters
+    # apply(params, x, mask=None) -> logits [batch, classes]; x raw [batch, ...];
+    # mask [batch] bool: the examples that enter batch statistics
+    apply: Callable[..., jax.Array]
+    with_classes: Callable[[int], "Model"]  # same body, another number of outputs
+    name: str
+    classes: int
+
+
+def from_flax(
+    module: nn.Module,
+    input_shape: tuple[int, ...],
+    *,
+    head: str | tuple[str, ...],
+    preprocess: Callable[[jax.Array], jax.Array] | None = None,
+    name: str | None = None,
+    with_classes: Callable[[int], nn.Module] | None = None,
+) -> Model:
+    """Turns any `flax.linen` classifier into a `Model`.
+
+    Args:
+        module: maps `[batch, ...]` to logits `[batch, classes]` with parameters only
+            (no running statistics). If its `__call__` has an argument `mask`, it gets
+            the mask `[batch]` of real examples, or None.
+        input_shape: shape of one raw example, such as `(32, 32, 3)`.
+        head: top-level name, or names, in the module's parameters that form the
+            classifier head, such as "Dense_2"; the rest is the body.
+        preprocess: applied to the raw batch `[batch, *input_shape]`, for instance to
+            normalise pixels. Default: conversion to float32, without scaling.
+        name: name of the model; default: the name of the module's class.
+        with_classes: builds the module for another number of classes. Default:
+            `module.clone(classes=...)`, if the module has a field `classes`.
+
+    Raises:
+        ValueError: the module has no top-level name `head`, has variables that are not
+            parameters, or does not return `[batch, classes]`.
+    """
+    heads = (head,) if isinstance(head, str) else tuple(head)
+    name = name or type(module).__name__
+    preprocess = preprocess or _as_float
+    masked = "mask" in inspect.signature(type(module).__call__).parameters
+    empty = {"mask": None} if masked else {}
+    example = jnp.zeros((1, *input_shape), jnp.float32)
+
+    logits, variables = jax.eval_shape(
+        lambda key: module.init_with_output(key, preprocess(example), **empty),
+        jax.random.key(0),
+    )
+    _check(name, heads, logits, variables)
+
+    # Compiled, because eager initialisers compile one by one; XLA drops the forward pass.
+    @jax.jit
+    def init(key: jax.Array) -> Params:
+        params = module.init(key, preprocess(example), **empty)["params"]
+        return {
+            "body": {k: v for k, v in params.items() if k not in heads},
+            "head": {k: params[k] for k in heads},
+        }
+
+    def apply(
+        params: Params, x: jax.Array, mask: jax.Array | None = None
+    ) -> jax.Array:
+        options = {"mask": mask} if masked else {}
+        merged = {**params["body"], **params["head"]}
+        return module.apply({"params": merged}, preprocess(x), **options)
+
+    def rebuild(classes: int) -> Model:
+        if with_classes is not None:
+            other = with_classes(classes)
+        elif "classes" in module.__dataclass_fields__:
+            other = module.clone(classes=classes)
+        else:
+            raise ValueError(
+                f"with_classes={classes}: {name} has no field 'classes'; give from_flax "
+                "a function with_classes(classes) that returns the module"
+            )
+        return from_flax(
+            other,
+            input_shape,
+            head=head,
+            preprocess=preprocess,
+            name=name,
+            with_classes=with_classes,
+        )
+
+    return Model(init, apply, rebuild, name, logits.shape[-1])
+
+
+def parameter_count(params: Any) -> int:
+    """Number of weights in a pytree of arrays (or of their shapes)."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _check(name: str, heads: tuple[str, ...], logits: Any, variables: Any) -> None:
+    params = variables.get("params", {})
+    missing = [head for head in heads if head not in params]
+    if missing:
+        raise ValueError(
+            f"head={missing[0]!r} is not a part of {name}: choose from {sorted(params)}"
+        )
+    extra = sorted(set(variables) - {"params"})
+    if extra:
+        raise ValueError(
+            f"module={name} keeps variables in {extra}: use layers with parameters only, "
+            "such as fedvi.nn.BatchNorm"
+        )
+    if len(logits.shape) != 2:
+        raise ValueError(
+            f"module={name} returns shape {logits.shape} for one example: return logits "
+            "[batch, classes]"
+        )

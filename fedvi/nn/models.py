@@ -1,0 +1,233 @@
+"""The networks of the papers, by name."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from fedvi.nn.initialise import one_draw
+from fedvi.nn.layers import (
+    BatchNorm,
+    Conv,
+    Dense,
+    DepthwiseConv,
+    global_avg_pool,
+    max_pool,
+)
+from fedvi.nn.model import Model, from_flax
+
+__all__ = ["MODELS", "build"]
+
+# In every network the last linear layer has this name and forms the head.
+HEAD = "classifier"
+
+
+class Logistic(nn.Module):
+    """Multinomial logistic regression on the flattened input; the body is empty."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Dense(self.classes, name=HEAD)(_flatten(x))
+
+
+class MLP(nn.Module):
+    """ReLU network on the flattened input, `hidden` units a layer (FedHB: 256)."""
+
+    classes: int
+    hidden: tuple[int, ...] = (256,)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = _flatten(x)
+        for width in self.hidden:
+            x = nn.relu(Dense(width)(x))
+        return Dense(self.classes, name=HEAD)(x)
+
+
+class LeNet(nn.Module):
+    """LeNet-5 with ReLU and max pooling: 6, 16, 120, 84 (the baselines of BPFed).
+
+    Images of 28x28 are padded by the first convolution, as in the original.
+    """
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first = "SAME" if x.shape[1] == 28 else "VALID"
+        x = max_pool(nn.relu(Conv(6, (5, 5), padding=first)(x)))
+        x = max_pool(nn.relu(Conv(16, (5, 5), padding="VALID")(x)))
+        x = nn.relu(Dense(120)(_flatten(x)))
+        x = nn.relu(Dense(84)(x))
+        return Dense(self.classes, name=HEAD)(x)
+
+
+class FedRepCNN(nn.Module):
+    """The CIFAR-10 network of FedRep: two 5x5 convolutions of 64, then 120 and 64."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = max_pool(nn.relu(Conv(64, (5, 5), padding="VALID")(x)))
+        x = nn.relu(Dense(120)(_flatten(x)))
+        x = nn.relu(Dense(64)(x))
+        return Dense(self.classes, name=HEAD)(x)
+
+
+class VGG(nn.Module):
+    """The small VGG of pFedBayes: 16, 32, 64, 128, 128, each 3x3, BN, ReLU, pool.
+
+    The convolutions have biases: only so does the body have the 245,760 weights of
+    the paper's network.
+    """
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        for width in (16, 32, 64, 128, 128):
+            x = max_pool(nn.relu(BatchNorm()(Conv(width, (3, 3))(x), mask)))
+        return Dense(self.classes, name=HEAD)(_flatten(x))
+
+
+class MobileNet(nn.Module):
+    """MobileNet-v1 for 32x32 images, as in FedBABU and FedHB (3,206,976 in the body)."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        x = nn.relu(BatchNorm()(Conv(32, (3, 3), use_bias=False)(x), mask))
+        blocks = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)]
+        blocks += [(512, 1)] * 5 + [(1024, 2), (1024, 1)]
+        for width, strides in blocks:
+            x = DepthwiseConv((3, 3), strides, use_bias=False)(x)
+            x = nn.relu(BatchNorm()(x, mask))
+            x = nn.relu(BatchNorm()(Conv(width, (1, 1), use_bias=False)(x), mask))
+        return Dense(self.classes, name=HEAD)(global_avg_pool(x))
+
+
+class ResNetBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, projected where the shape changes."""
+
+    width: int
+    strides: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        y = Conv(self.width, (3, 3), self.strides, use_bias=False)(x)
+        y = nn.relu(BatchNorm()(y, mask))
+        y = BatchNorm()(Conv(self.width, (3, 3), use_bias=False)(y), mask)
+        if x.shape != y.shape:
+            x = Conv(self.width, (1, 1), self.strides, use_bias=False)(x)
+            x = BatchNorm()(x, mask)
+        return nn.relu(x + y)
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for 32x32 images: a 3x3 stem and four stages of two blocks."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        x = nn.relu(BatchNorm()(Conv(64, (3, 3), use_bias=False)(x), mask))
+        for width, strides in [(64, 1), (128, 2), (256, 2), (512, 2)]:
+            x = ResNetBlock(width, strides)(x, mask)
+            x = ResNetBlock(width)(x, mask)
+        return Dense(self.classes, name=HEAD)(global_avg_pool(x))
+
+
+# Closed: `build` relies on flax's default initialisers and on the name of the head.
+# A module of your own becomes a `Model` by `from_flax`.
+MODELS: dict[str, type[nn.Module]] = {
+    "logistic": Logistic,
+    "mlp": MLP,
+    "lenet": LeNet,
+    "fedrep_cnn": FedRepCNN,
+    "vgg": VGG,
+    "mobilenet": MobileNet,
+    "resnet18": ResNet18,
+}
+
+
+def build(
+    name: str,
+    *,
+    classes: int,
+    input_shape: tuple[int, ...],
+    preprocess: Callable[[jax.Array], jax.Array] | None = None,
+    **options,
+) -> Model:
+    """Builds a network of `MODELS`; its head is the last linear layer.
+
+    Args:
+        name: a key of `MODELS`.
+        classes: number of outputs.
+        input_shape: shape of one raw example, such as `(32, 32, 3)`.
+        preprocess: as for `from_flax`.
+        **options: fields of the network, such as `hidden=(512, 256)` for "mlp".
+
+    Raises:
+        ValueError: unknown name or option, fewer than one class, or images of a size
+            that the network cannot take.
+    """
+    if name not in MODELS:
+        raise ValueError(f"name={name!r} is no model: choose from {sorted(MODELS)}")
+    if classes < 1:
+        raise ValueError(f"classes={classes}: a classifier has at least one output")
+    allowed = set(MODELS[name].__dataclass_fields__) - {"classes", "parent", "name"}
+    for option, value in options.items():
+        if option not in allowed:
+            raise ValueError(
+                f"{option}={value!r} is no option of {name}: choose from "
+                f"{sorted(allowed)}"
+            )
+    _check_size(name, input_shape, preprocess)
+    module = MODELS[name](classes=classes, **options)
+    model = from_flax(
+        module, input_shape, head=HEAD, preprocess=preprocess, name=name
+    )
+
+    def with_classes(other: int) -> Model:
+        return build(
+            name,
+            classes=other,
+            input_shape=input_shape,
+            preprocess=preprocess,
+            **options,
+        )
+
+    return model._replace(init=one_draw(model.init), with_classes=with_classes)
+
+
+def _check_size(
+    name: str,
+    input_shape: tuple[int, ...],
+    preprocess: Callable[[jax.Array], jax.Array] | None,
+) -> None:
+    """Raises a ValueError if the preprocessed images do not fit the network."""
+    if name in ("logistic", "mlp"):
+        return
+    raw = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
+    shape = jax.eval_shape(preprocess, raw).shape[1:] if preprocess else input_shape
+    if name in ("vgg", "mobilenet", "resnet18"):
+        fits = len(shape) == 3 and all(s > 0 and s % 32 == 0 for s in shape[:2])
+        need = "height and width must be multiples of 32"
+    else:
+        fits = len(shape) == 3 and min(shape[:2]) >= 16
+        need = "height and width must be at least 16"
+    if not fits:
+        raise ValueError(
+            f"input_shape={input_shape}: preprocessed images {shape} do not suit {name}, "
+            f"which takes (height, width, channels): {need}"
+        )
+
+
+def _flatten(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0], -1)

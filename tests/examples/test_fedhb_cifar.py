@@ -1,0 +1,115 @@
+"""The example as a user runs it: in its own process, killed, resumed, misused."""
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from absl import flags as absl_flags
+
+from fedvi.experiment import flags, runner
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = """
+# A run of a few seconds.
+--algorithm=fedavg
+--dataset=digits
+--partition=iid
+--clients=4
+--fraction=0.5
+--model=logistic
+--noaugment
+--finetune_epochs=1
+--rounds=40
+--eval_every=1
+"""
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / "fedhb_cifar.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def finish(process):
+    output, errors = process.communicate(timeout=300)
+    return process.returncode, output, errors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("example")
+    (path / "tiny.flags").write_text(SETTINGS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """The run that the others are compared with, in this process."""
+    values = absl_flags.FlagValues()
+    flags.define(values)
+    run_dir = folder / "straight"
+    file = folder / "tiny.flags"
+    flags.parse(["x", f"--flagfile={file}", f"--run_dir={run_dir}"], values)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    runner.run_all(flags.read(values))
+    jax.config.update("jax_compilation_cache_dir", before)
+    return run_dir
+
+
+def test_a_killed_run_continues_bit_for_bit(folder, straight):
+    run_dir = folder / "killed"
+    command = [
+        f"--flagfile={folder / 'tiny.flags'}",
+        f"--run_dir={run_dir}",
+        f"--compilation_cache={folder / 'xla'}",
+    ]
+    process = start(*command)
+    while not (run_dir / "checkpoint.npz").exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    finish(process)
+    assert not (run_dir / "summary.json").exists()
+
+    code, output, errors = finish(start(*command, "--resume"))
+    assert (code, errors) == (0, "")
+    assert "resumed after round" in output
+    table = output[output.index("method ") :].splitlines()
+    assert table[2].split()[0] == "fedavg"
+    assert table[-1] == f"  {run_dir}"
+    with (
+        np.load(straight / "checkpoint.npz") as expected,
+        np.load(run_dir / "checkpoint.npz") as found,
+    ):
+        assert expected.files == found.files
+        for name in expected.files:
+            assert expected[name].tobytes() == found[name].tobytes(), name
+    with open(run_dir / "metrics.csv", newline="") as file:
+        rounds = [int(row["round"]) for row in csv.DictReader(file)]
+    assert rounds == list(range(1, 41))
+
+
+def test_mistakes_end_in_one_line(folder):
+    file = f"--flagfile={folder / 'tiny.flags'}"
+    never = f"--run_dir={folder / 'never'}"
+    mistakes = {
+        "--raunds=3": (2, "Unknown command line flag 'raunds'"),
+        "--data_file=missing.npz": (1, "data_file 'missing.npz'"),
+    }
+    processes = [start(file, never, argument) for argument in mistakes]
+    for process, (code, message) in zip(processes, mistakes.values(), strict=True):
+        found, _, errors = finish(process)
+        assert found == code
+        assert errors.startswith("error: ") and message in errors
+        assert errors.count("\n") == 1
+    assert not (folder / "never").exists()

@@ -1,0 +1,242 @@
+"""A run from configuration to run folder; the runs are shared by the assertions."""
+
+import csv
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from fedvi.experiment import build, checkpoint, recorder, runner
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+
+CONFIG = ExperimentConfig(
+    algorithm="fedavg",
+    dataset="digits",
+    partition="iid",
+    clients=5,
+    model="logistic",
+    augment=False,
+    fraction=0.6,
+    rounds=4,
+    eval_every=2,
+    finetune_epochs=1,
+    seed=7,
+    seeds=2,
+)
+
+
+def change(config=CONFIG, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+def options(run_dir, **more):
+    return RunOptions(run_dir=str(run_dir), **more)
+
+
+def rows_of(run_dir):
+    with open(run_dir / recorder.METRICS, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def arrays_of(run_dir):
+    with np.load(run_dir / recorder.CHECKPOINT) as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Runs of one configuration compile once."""
+    before = jax.config.jax_compilation_cache_dir
+    if before is None:
+        folder = str(tmp_path_factory.mktemp("cache"))
+        jax.config.update("jax_compilation_cache_dir", folder)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, compiled):
+    """The folder of a finished run of `CONFIG`."""
+    path = tmp_path_factory.mktemp("runs") / "straight"
+    returned = runner.run(CONFIG, options(path))
+    assert recorder_summary(path) == json.loads(json.dumps(returned))
+    return path
+
+
+def recorder_summary(run_dir):
+    return json.loads((run_dir / recorder.SUMMARY).read_text())
+
+
+def test_the_folder_holds_every_file(run_dir):
+    assert {p.name for p in run_dir.iterdir()} == set(recorder.RUN_FILES)
+    assert json.loads((run_dir / recorder.CONFIG).read_text()) == CONFIG.to_dict()
+    for name in (recorder.LEARNING_CURVES, recorder.RELIABILITY):
+        assert (run_dir / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_there_is_a_row_per_evaluation_and_seed(run_dir):
+    rows = rows_of(run_dir)
+    places = [(int(row["round"]), int(row["seed"])) for row in rows]
+    assert places == [(2, 7), (2, 8), (4, 7), (4, 8)]
+    assert all(row["split"] == "test" for row in rows)
+    assert all(float(row["seconds"]) > 0 and float(row["loss"]) > 0 for row in rows)
+    assert [row["personal_accuracy"] != "" for row in rows] == [False] * 2 + [True] * 2
+
+
+def test_the_summary_holds_what_is_promised(run_dir):
+    summary = recorder_summary(run_dir)
+    assert (summary["algorithm"], summary["dataset"]) == ("fedavg", "digits")
+    assert (summary["rounds"], summary["seeds"]) == (4, [7, 8])
+    assert summary["evaluated_on"] == "test"
+    for model in ("global", "personal"):
+        assert {"accuracy", "nll", "ece", "mce", "brier"} <= summary[model].keys()
+        assert 70 < summary[model]["accuracy"] <= 100
+        assert summary[model]["examples"] == 360
+    assert summary["config"] == CONFIG.to_dict()
+    assert summary["compile_seconds"] > 0
+    assert summary["problems"] == {"empty": {}, "failed": {}, "lost_rounds": 0}
+    assert (summary["participants"], summary["clients"]) == (3, 5)
+    assert "digits" in summary["data"] and "cpu" in summary["device"]
+
+
+def test_the_summary_agrees_with_the_rows(run_dir):
+    summary, rows = recorder_summary(run_dir), rows_of(run_dir)
+    accuracies = np.array([float(row["global_accuracy"]) for row in rows])
+    assert summary["global"]["accuracy"] == pytest.approx(accuracies[2:].mean())
+    assert summary["global_std_over_seeds"]["accuracy"] == pytest.approx(
+        accuracies[2:].std(ddof=1)
+    )
+    best = accuracies.reshape(2, 2).max(axis=0)
+    assert summary["best_on_test_global_accuracy"] == pytest.approx(best.mean())
+    assert summary["round_seconds"] == pytest.approx(
+        np.median([float(row["seconds"]) for row in rows])
+    )
+
+
+def test_bytes_are_those_of_the_model_and_the_weight(run_dir):
+    summary, model = recorder_summary(run_dir), 4 * (64 * 10 + 10)
+    assert summary["bytes_down"] == 3 * model
+    assert summary["bytes_up"] == 3 * (model + 4)
+
+
+def test_a_finished_run_is_not_touched(run_dir, capsys):
+    before = {p.name: p.read_bytes() for p in run_dir.iterdir()}
+    with pytest.raises(ValueError, match="already holds a finished run"):
+        runner.run(CONFIG, options(run_dir))
+    with pytest.raises(ValueError, match="rounds is 4 there and 6 here"):
+        runner.run(change(rounds=6), options(run_dir, resume=True))
+    with pytest.raises(ValueError, match="missing.npz"):
+        runner.run(
+            change(data_file="missing.npz"), options(run_dir, overwrite=True)
+        )
+    with pytest.raises(ValueError, match="exclude each other"):
+        runner.run(CONFIG, options(run_dir, overwrite=True, resume=True))
+    capsys.readouterr()
+    runner.run_all([(CONFIG, options(run_dir, resume=True))])
+    output = capsys.readouterr().out
+    assert "finished: nothing to do" in output
+    assert "global accuracy" in output and str(run_dir) in output
+    assert {p.name: p.read_bytes() for p in run_dir.iterdir()} == before
+
+
+def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, capsys):
+    save = checkpoint.save
+
+    def save_and_stop(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(CONFIG, options(tmp_path))
+    assert not (tmp_path / recorder.SUMMARY).exists()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="already holds an unfinished run"):
+        runner.run(CONFIG, options(tmp_path))
+    runner.run(CONFIG, options(tmp_path, resume=True))
+    assert "resumed after round 2 of 4" in capsys.readouterr().out
+
+    straight, resumed = arrays_of(run_dir), arrays_of(tmp_path)
+    assert straight.keys() == resumed.keys()
+    for name in straight:
+        np.testing.assert_array_equal(straight[name], resumed[name], err_msg=name)
+    for left, right in zip(rows_of(run_dir), rows_of(tmp_path), strict=True):
+        assert left | {"seconds": ""} == right | {"seconds": ""}
+
+
+def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path):
+    for name in (recorder.CONFIG, recorder.METRICS, recorder.CHECKPOINT):
+        (tmp_path / name).write_bytes((run_dir / name).read_bytes())
+    summary = runner.run(CONFIG, options(tmp_path, resume=True))
+    assert summary["personal"] == recorder_summary(run_dir)["personal"]
+    assert len(rows_of(tmp_path)) == 4
+
+
+def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
+    config = change(
+        validation_fraction=0.2, rounds=3, eval_every=2, personal_every=2, seeds=1,
+        finetune_epochs=0,
+    )
+    runner.run_all([(config, options(tmp_path, checkpoint_every=5))])
+    output = capsys.readouterr().out
+    assert "validation accuracy" in output and "validation data" in output
+    summary = recorder_summary(tmp_path)
+    assert summary["evaluated_on"] == "validation"
+    assert "best_on_validation_global_accuracy" in summary
+    assert summary["global_std_over_seeds"] is None
+    assert summary["global"]["examples"] == pytest.approx(0.2 * 1437, abs=5)
+    rows = rows_of(tmp_path)
+    assert [row["round"] for row in rows] == ["2", "3"]
+    assert all(row["split"] == "validation" for row in rows)
+    assert all(row["personal_accuracy"] for row in rows)
+    assert (tmp_path / recorder.CHECKPOINT).exists()
+
+
+def test_empty_and_failing_clients_do_not_stop_a_run(tmp_path, compiled, capsys):
+    config = change(fraction=1.0, seeds=1, clients=4, rounds=2, finetune_epochs=0)
+    loaded = build.load_data(config)
+    train = loaded.federated.train
+    x, size = train.x.astype(np.float32), train.size.copy()
+    x[1, 0], size[2] = np.nan, 0
+    federated = dataclasses.replace(
+        loaded.federated,
+        train=train._replace(x=x, size=size),
+        test=loaded.federated.test._replace(
+            x=loaded.federated.test.x.astype(np.float32)
+        ),
+    )
+    loaded = loaded._replace(federated=federated)
+    summary = runner.run(config, options(tmp_path), loaded=loaded)
+    assert summary["problems"] == {
+        "empty": {"2": 2},
+        "failed": {"1": 2},
+        "lost_rounds": 0,
+    }
+    assert summary["per_seed"][0]["finite"]
+    assert summary["clients_with_data"] == 3
+    output = capsys.readouterr().out
+    assert "without training data, skipped: client 2" in output
+    assert "left out client 1: NaN or infinity returned" in output
+
+
+def test_several_algorithms_end_in_one_table(run_dir, tmp_path, capsys):
+    """Both are finished, the second by forging: nothing is trained here."""
+    config = change(algorithm="fedbabu")
+    summary = recorder_summary(run_dir) | {
+        "algorithm": "fedbabu",
+        "config": config.to_dict(),
+    }
+    (tmp_path / recorder.SUMMARY).write_text(json.dumps(summary))
+    runs = [
+        (CONFIG, options(run_dir, resume=True)),
+        (config, options(tmp_path, resume=True)),
+    ]
+    assert runner.run_all(runs) == [recorder_summary(run_dir), summary]
+    output = capsys.readouterr().out
+    table = output[output.index("method ") :].splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["fedavg", "fedbabu"]
+    assert table[-2:] == [f"  {run_dir}", f"  {tmp_path}"]
+    with pytest.raises(ValueError, match="algorithm='fedfoo'"):
+        runner.run_all([*runs, (change(algorithm="fedfoo"), options(tmp_path))])

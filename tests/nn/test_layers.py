@@ -1,0 +1,265 @@
+"""Every layer against `flax.linen` on the same weights, alone and with its own weights
+for every client."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from fedvi.nn import (
+    BatchNorm,
+    Conv,
+    DepthwiseConv,
+    avg_pool,
+    global_avg_pool,
+    max_pool,
+)
+
+CLIENTS, BATCH, CHANNELS = 2, 3, 4
+
+# kernel, strides, padding, image: odd and even sizes, with and without rows left over
+GEOMETRIES = [
+    ((3, 3), 1, "SAME", (5, 6)),
+    ((3, 3), 2, "SAME", (6, 7)),
+    ((5, 5), 1, "VALID", (7, 8)),
+    ((2, 3), 2, "VALID", (7, 8)),
+    ((1, 1), 1, "SAME", (3, 4)),
+    ((1, 1), 2, "SAME", (5, 6)),
+]
+
+
+def flax_depthwise(kernel_size, strides, padding, use_bias):
+    return nn.Conv(
+        CHANNELS,
+        kernel_size,
+        (strides, strides),
+        padding,
+        feature_group_count=CHANNELS,
+        use_bias=use_bias,
+    )
+
+
+def random_like(shapes, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
+
+
+def value_and_gradients(module):
+    """(params, x) -> output and the gradients of a curved function of it."""
+
+    def run(params, x):
+        def curved(params, x):
+            y = module.apply({"params": params}, x)
+            return jnp.sin(y).sum(), y
+
+        return jax.grad(curved, argnums=(0, 1), has_aux=True)(params, x)
+
+    return run
+
+
+def assert_trees_close(actual, expected, tolerance=1e-5):
+    """Largest difference within `tolerance` of the largest entry, leaf by leaf."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        scale = max(1.0, np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("depthwise", [False, True], ids=["conv", "depthwise"])
+def test_convolutions_equal_flax_alone_and_per_client(depthwise, use_bias):
+    pairs, inputs = [], []
+    for seed, (kernel_size, strides, padding, image) in enumerate(GEOMETRIES):
+        if depthwise:
+            ours = DepthwiseConv(kernel_size, strides, padding, use_bias)
+            theirs = flax_depthwise(kernel_size, strides, padding, use_bias)
+        else:
+            ours = Conv(5, kernel_size, strides, padding, use_bias)
+            theirs = nn.Conv(5, kernel_size, strides, padding, use_bias=use_bias)
+        pairs.append((ours, theirs))
+        x = np.random.default_rng(seed).normal(size=(CLIENTS, BATCH, *image, CHANNELS))
+        x = x.astype(np.float32)
+        shapes = jax.eval_shape(theirs.init, jax.random.key(0), x[0])["params"]
+        assert shapes == jax.eval_shape(ours.init, jax.random.key(0), x[0])["params"]
+        many = jax.tree.map(lambda s: jnp.zeros((CLIENTS, *s.shape)), shapes)
+        inputs.append((random_like(many, seed), x))
+
+    @jax.jit
+    def run(inputs):
+        first = jax.tree.map(lambda v: v[0], inputs)
+        pick = [(value_and_gradients(a), value_and_gradients(b)) for a, b in pairs]
+        alone = [ours(*one) for (ours, _), one in zip(pick, first)]
+        ours = [jax.vmap(f)(*many) for (f, _), many in zip(pick, inputs)]
+        theirs = [jax.vmap(f)(*many) for (_, f), many in zip(pick, inputs)]
+        return alone, ours, theirs
+
+    alone, ours, theirs = run(inputs)
+    assert_trees_close(ours, theirs)
+    assert_trees_close(alone, jax.tree.map(lambda v: v[0], theirs))
+
+
+def test_initialisers_are_those_of_flax():
+    x = jnp.zeros((1, 8, 8, CHANNELS))
+    pairs = [
+        (Conv(6, (3, 3)), nn.Conv(6, (3, 3))),
+        (DepthwiseConv((3, 3)), flax_depthwise((3, 3), 1, "SAME", True)),
+    ]
+    initialise = jax.jit(
+        lambda key: [[m.init(key, x) for m in pair] for pair in pairs]
+    )
+    for ours, theirs in initialise(jax.random.key(1)):
+        assert_trees_close(ours, theirs, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Conv(2, (3, 3), padding="CIRCULAR"), "padding='CIRCULAR'"),
+        (Conv(2, (3, 3), strides=0), "strides=0"),
+        (Conv(2, 3), "kernel_size=3"),
+        (DepthwiseConv((3, 3), strides=(2, 2)), r"strides=\(2, 2\)"),
+        (Conv(2, (5, 5), padding="VALID"), r"kernel_size=\(5, 5\).*4x4"),
+    ],
+)
+def test_wrong_settings_are_named(layer, message):
+    with pytest.raises(ValueError, match=message):
+        layer.init(jax.random.key(0), jnp.zeros((1, 4, 4, 3)))
+
+
+class FlaxBatchNorm(nn.Module):
+    """flax's layer with the running statistics out of sight."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False, name="norm")(x)
+
+
+def flax_batch_norm(params, x):
+    zeros = jnp.zeros(x.shape[-1])
+    statistics = {"norm": {"mean": zeros, "var": zeros}}
+    y, _ = FlaxBatchNorm().apply(
+        {"params": {"norm": params}, "batch_stats": statistics},
+        x,
+        mutable=["batch_stats"],
+    )
+    return y
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 5, 3), (6, 3)], ids=["images", "vectors"])
+def test_batch_norm_equals_flax_and_ignores_masked_examples(shape):
+    rng = np.random.default_rng(0)
+    x = (3 * rng.normal(size=(CLIENTS, *shape)) + 2).astype(np.float32)
+    scale, bias = rng.normal(size=(2, CLIENTS, shape[-1])).astype(np.float32)
+    params = {"scale": scale, "bias": bias}
+    real = np.array([1, 0, 1, 1, 0, 1], bool)
+    x[:, ~real] = 1e4
+
+    def ours(params, x, mask):
+        return BatchNorm().apply({"params": params}, x, mask)
+
+    def curved(layer):
+        def run(params, x, *mask):
+            def value(params, x):
+                y = layer(params, x, *mask)
+                if mask:
+                    weight = mask[0].reshape(-1, *[1] * (x.ndim - 1))
+                    return jnp.where(weight, jnp.sin(y), 0).sum(), y
+                return jnp.sin(y).sum(), y
+
+            return jax.grad(value, argnums=(0, 1), has_aux=True)(params, x)
+
+        return run
+
+    @jax.jit
+    def run(params, x, subset):
+        plain = jax.vmap(curved(lambda p, x: ours(p, x, None)))(params, subset)
+        masked = jax.vmap(curved(ours), in_axes=(0, 0, None))(params, x, real)
+        return plain, masked, jax.vmap(curved(flax_batch_norm))(params, subset)
+
+    plain, ((by_params, by_x), y), expected = run(params, x, x[:, real])
+    assert_trees_close(plain, expected)
+    assert_trees_close(((by_params, by_x[:, real]), y[:, real]), expected)
+    np.testing.assert_array_equal(by_x[:, ~real], 0)
+
+
+def test_batch_norm_without_any_real_example_stays_finite():
+    x = jnp.full((2, 2, 2, 3), 5.0)
+    params = {"scale": jnp.ones(3), "bias": jnp.zeros(3)}
+
+    def total(params, x):
+        return BatchNorm().apply({"params": params}, x, jnp.zeros(2, bool)).sum()
+
+    tree = jax.value_and_grad(total, argnums=(0, 1))(params, x)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+
+
+def test_batch_norm_keeps_precision_far_from_zero():
+    x = (1e3 + np.random.default_rng(0).normal(size=(64, 2))).astype(np.float32)
+    params = {"scale": jnp.ones(2), "bias": jnp.zeros(2)}
+    exact = x.astype(np.float64)
+    exact = (exact - exact.mean(0)) / np.sqrt(exact.var(0) + 1e-5)
+    actual = BatchNorm().apply({"params": params}, x)
+    np.testing.assert_allclose(actual, exact, atol=1e-3)
+
+
+def test_pools_equal_flax_with_gradient():
+    images = {2: (6, 7), 3: (7, 9)}
+    rng = np.random.default_rng(0)
+    inputs = {
+        window: rng.normal(size=(BATCH, *size, CHANNELS)).astype(np.float32)
+        for window, size in images.items()
+    }
+
+    def with_gradient(pool, x):
+        return jax.value_and_grad(lambda x: jnp.sin(pool(x)).sum())(x), pool(x)
+
+    @jax.jit
+    def run(inputs):
+        ours, theirs = [], []
+        for window, x in inputs.items():
+            shape = (window, window)
+            for mine, flax in [(max_pool, nn.max_pool), (avg_pool, nn.avg_pool)]:
+                ours.append(with_gradient(lambda x: mine(x, window), x))
+                theirs.append(with_gradient(lambda x: flax(x, shape, shape), x))
+        return ours, theirs, global_avg_pool(x)
+
+    ours, theirs, mean = run(inputs)
+    assert_trees_close(ours, theirs, 1e-6)
+    np.testing.assert_allclose(mean, inputs[3].mean((1, 2)), atol=1e-6)
+
+
+def test_max_pool_sends_the_gradient_to_one_pixel_of_a_tie_and_passes_nan_on():
+    x = jnp.array([[[0.0], [0.0]], [[0.0], [0.0]]])[None]
+    gradient = jax.grad(lambda x: max_pool(x).sum())(x)
+    np.testing.assert_array_equal(gradient.ravel(), [1, 0, 0, 0])
+    assert np.isnan(max_pool(x.at[0, 1, 0, 0].set(jnp.nan))).all()
+
+
+def test_max_pool_loses_no_gradient_when_compiled_after_batch_norm():
+    # A maximum taken by `jnp.max` loses most of it here: see the comment in `max_pool`.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 50, 8, 8, 16)).astype(np.float32)
+
+    def total(pool, scale, x):
+        params = {"scale": scale, "bias": jnp.zeros_like(scale)}
+        y = nn.relu(BatchNorm().apply({"params": params}, x))
+        return (pool(y) ** 2).sum()
+
+    @jax.jit
+    def run(x):
+        scale = jnp.ones((4, 16))
+        flax = jax.vmap(
+            jax.grad(lambda s, x: total(lambda y: nn.max_pool(y, (2, 2), (2, 2)), s, x))
+        )
+        return jax.vmap(jax.grad(lambda s, x: total(max_pool, s, x)))(scale, x), flax(
+            scale, x
+        )
+
+    ours, theirs = run(x)
+    assert_trees_close(ours, theirs)
+
+
+def test_pool_larger_than_the_image_is_named():
+    with pytest.raises(ValueError, match="window=2 is larger than the 1x4 image"):
+        max_pool(jnp.zeros((1, 1, 4, 1)))
