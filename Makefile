@@ -11,7 +11,7 @@ demo: $(VENV)/.installed  ## train five methods on embedded real images
 	$(BIN)/python examples/fedhb_cifar.py --flagfile=examples/flagfiles/quickstart.flags --overwrite
 
 test: $(VENV)/.installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

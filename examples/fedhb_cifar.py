@@ -1,4 +1,4 @@
-"""FedHB and its baselines: one command from a flag file to a table and a run folder.
+r"""FedHB and its baselines: one command from a flag file to a table and a run folder.
 
 ```
 python examples/fedhb_cifar.py --flagfile=examples/flagfiles/quickstart.flags

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
 from fedvi.cohort import map_reduce
 from fedvi.data import ClientData
-from fedvi.evaluation import Scores, score
+from fedvi.evaluation import Scores, score_in_batches
 from fedvi.keys import Purpose, derive
 from fedvi.selection import Selection, full
 
@@ -74,8 +74,9 @@ class Federation:
     ```
 
     `round` and `rounds` are one jitted call each and donate `state`: use the state
-    that they return. The functions with a leading underscore are the same without
-    `jit`, for `vmap` over seeds.
+    that they return. `pure_init`, `pure_rounds`, `pure_evaluate` and
+    `pure_evaluate_personal` are the same without `jit`, to build larger programs
+    from, such as a `vmap` over seeds.
 
     Args:
       algorithm: see `fedvi.algorithm`.
@@ -83,7 +84,7 @@ class Federation:
       test: `ClientData` of the same clients, for evaluation.
       selection: default full participation.
       chunk_size: clients in one vmap; None: the whole cohort. The default 1 is right
-        on CPU; see `fedvi.experiment.plan`.
+        on CPU; `fedvi.experiment.plan` chooses for any device.
       mesh: from `fedvi.cohort.clients_mesh`, to spread the cohort over devices.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
         batch statistics the figure matters.
@@ -127,12 +128,12 @@ class Federation:
         self.test = jax.tree.map(jnp.asarray, test)
         self.eval_batch_size = eval_batch_size
         self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
-        self._jit_init = jax.jit(self._init)
+        self._jit_init = jax.jit(self.pure_init)
         self._jit_rounds = jax.jit(
-            self._rounds, static_argnames="n", donate_argnames="state"
+            self.pure_rounds, static_argnames="n", donate_argnames="state"
         )
-        self._jit_evaluate = jax.jit(self._evaluate)
-        self._jit_evaluate_personal = jax.jit(self._evaluate_personal)
+        self._jit_evaluate = jax.jit(self.pure_evaluate)
+        self._jit_evaluate_personal = jax.jit(self.pure_evaluate_personal)
 
     # The user's four calls.
 
@@ -162,7 +163,7 @@ class Federation:
 
     # The same as pure functions.
 
-    def _init(self, key) -> State:
+    def pure_init(self, key) -> State:
         algorithm = self.algorithm
         server = algorithm.init(derive(key, Purpose.INIT))
         clients = jax.vmap(
@@ -172,10 +173,8 @@ class Federation:
         )(jnp.arange(self.clients))
         return State(server, clients, jnp.zeros((), jnp.int32), key)
 
-    def _rounds(self, state: State, train: ClientData, n: int):
-        return jax.lax.scan(
-            lambda state, _: self._round(state, train), state, length=n
-        )
+    def pure_rounds(self, state: State, train: ClientData, n: int):
+        return jax.lax.scan(lambda state, _: self._round(state, train), state, length=n)
 
     def _round(self, state: State, train: ClientData):
         """Selects, trains the cohort, aggregates, updates the server."""
@@ -188,7 +187,10 @@ class Federation:
         participants = sums["participants"].astype(jnp.float32)
         if algorithm.reduce == "stack":
             aggregate = StackedAggregate(
-                outputs["statistics"], outputs["weight"], ids, participants,
+                outputs["statistics"],
+                outputs["weight"],
+                ids,
+                participants,
                 self.population,
             )
         else:
@@ -271,18 +273,19 @@ class Federation:
             _take(train, client_id),
         )
 
-    def _evaluate(self, state: State, test: ClientData) -> Scores:
+    def pure_evaluate(self, state: State, test: ClientData) -> Scores:
         def client(operands, client_id):
             state, test = operands
             # The same draws of the global model for every client.
             key = derive(state.key, Purpose.PREDICT, state.round)
             predict = partial(self.algorithm.global_predictive, key, state.server)
-            return (), self._score_client(predict, _take(test, client_id))
+            data = _take(test, client_id)
+            return (), score_in_batches(predict, data, self.eval_batch_size)
 
         ids = jnp.arange(self.clients)
         return self._over_clients(client, (state, test), ids)[1]
 
-    def _evaluate_personal(self, state: State, train, test) -> Scores:
+    def pure_evaluate_personal(self, state: State, train, test) -> Scores:
         algorithm = self.algorithm
 
         def client(operands, client_id):
@@ -298,27 +301,8 @@ class Federation:
             predict = partial(
                 algorithm.personal_predictive, key, state.server, personal
             )
-            return (), self._score_client(predict, _take(test, client_id))
+            data = _take(test, client_id)
+            return (), score_in_batches(predict, data, self.eval_batch_size)
 
         ids = jnp.arange(self.clients)
         return self._over_clients(client, (state, train, test), ids)[1]
-
-    def _score_client(self, predict, data: ClientData) -> Scores:
-        """Scores of one client's test data, in even batches."""
-        capacity = data.x.shape[0]
-        batches = -(-capacity // self.eval_batch_size)
-        batch_size = -(-capacity // batches)
-
-        def one(b):
-            # The last batch is moved back to fit; what it sees twice counts once.
-            start = jnp.minimum(b * batch_size, capacity - batch_size)
-            slots = start + jnp.arange(batch_size)
-            x = jax.lax.dynamic_slice_in_dim(data.x, start, batch_size)
-            y = jax.lax.dynamic_slice_in_dim(data.y, start, batch_size)
-            mask = (slots >= b * batch_size) & (slots < data.size)
-            return score(predict(x, mask), y, mask)
-
-        if batches == 1:
-            return one(0)
-        scores = jax.lax.map(one, jnp.arange(batches))
-        return jax.tree.map(lambda s: s.sum(0), scores)

@@ -166,8 +166,10 @@ def test_seeds_may_be_vmapped(train, test, task):
     keys = jax.random.split(jax.random.key(0), 2)
 
     def run(key):
-        state, _ = federation._rounds(federation._init(key), federation.train, 2)
-        return state.server.params, federation._evaluate(state, federation.test)
+        state, _ = federation.pure_rounds(
+            federation.pure_init(key), federation.train, 2
+        )
+        return state.server.params, federation.pure_evaluate(state, federation.test)
 
     together = jax.jit(jax.vmap(run))(keys)
     alone = jax.jit(run)(keys[1])
@@ -176,18 +178,6 @@ def test_seeds_may_be_vmapped(train, test, task):
         together,
         alone,
     )
-
-
-@pytest.mark.parametrize("eval_batch_size", [128, 4, 3, 1])
-def test_evaluation_in_batches_counts_every_example_once(train, test, eval_batch_size):
-    # Ten test examples in batches of 4 or 3: the last batch overlaps the one before.
-    federation = Federation(
-        mean_of_data(), train, test, eval_batch_size=eval_batch_size
-    )
-    scores = federation.evaluate(federation.init(jax.random.key(0)))
-    predicted = test.x[:, :, :3].argmax(-1)
-    np.testing.assert_array_equal(scores.count, 10)
-    np.testing.assert_array_equal(scores.correct, (predicted == test.y).sum(1))
 
 
 def test_personal_evaluation_gives_every_client_its_own_model(train, test):

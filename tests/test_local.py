@@ -15,9 +15,7 @@ def test_cross_entropy_ignores_masked_examples_even_if_infinite():
     logits = jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf], [0.0, 0.0]])
     labels, mask = jnp.array([1, 0, 0]), jnp.array([True, False, True])
     expected = (np.log1p(np.exp(-1.0)) + np.log(2.0)) / 2
-    np.testing.assert_allclose(
-        cross_entropy(logits, labels, mask), expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(cross_entropy(logits, labels, mask), expected, rtol=1e-6)
     assert cross_entropy(logits, labels, jnp.zeros(3, bool)) == 0
 
 

@@ -22,7 +22,7 @@ from fedvi.nn import MODELS
 
 __all__ = ["define", "parse", "read"]
 
-# `--help` lists these flags under the script that calls `define`.
+# `--help` lists the flags under the script that calls `define`.
 flags.disclaim_key_flags()
 
 _ENUMS = {"partition": PARTITIONS, "model": MODELS}

@@ -70,20 +70,21 @@ class Programs:
 
     def compile_rounds(self, states: State, n: int) -> jax.stages.Compiled:
         """The program behind `rounds`."""
-        fn = self._over_seeds(partial(self._federation._rounds, n=n))
+        fn = self._over_seeds(partial(self._federation.pure_rounds, n=n))
         return self._compile(("rounds", n), fn, states, self._train, donate=True)
 
     def compile_evaluate(self, states: State) -> jax.stages.Compiled:
         """The program behind `evaluate`."""
 
         def one(state, test):
-            return self._federation._evaluate(state, test), _all_finite(state.server)
+            scores = self._federation.pure_evaluate(state, test)
+            return scores, _all_finite(state.server)
 
         return self._compile("evaluate", self._over_seeds(one), states, self._test)
 
     def compile_personal(self, states: State) -> jax.stages.Compiled:
         """The program behind `evaluate_personal`."""
-        fn = self._over_seeds(self._federation._evaluate_personal)
+        fn = self._over_seeds(self._federation.pure_evaluate_personal)
         return self._compile("personal", fn, states, self._train, self._test)
 
     def _over_seeds(self, fn: Callable) -> Callable:
@@ -127,7 +128,7 @@ def state_shapes(federation: Federation, mesh: Mesh, seeds: int) -> State:
 
 
 def _init(federation: Federation, seeds: jax.Array) -> State:
-    return jax.lax.map(lambda seed: federation._init(jax.random.key(seed)), seeds)
+    return jax.lax.map(lambda seed: federation.pure_init(jax.random.key(seed)), seeds)
 
 
 def _replicated(mesh: Mesh) -> NamedSharding:

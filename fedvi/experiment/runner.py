@@ -1,5 +1,6 @@
 """Runs an experiment from its configuration to its run folder."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,12 +76,15 @@ def run(
 
 
 def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
-    """Runs experiments on the same data one after another; ends with a table.
+    """Runs experiments one after another; ends with a table that compares them.
+
+    Mistakes in any of them are found before the first one starts. Data are loaded
+    once for neighbours that differ in the algorithm only.
 
     Raises:
       ValueError: as `run`.
     """
-    summaries, loaded = [], None
+    summaries, loaded, loaded_for = [], None, None
     for config, options in runs:
         config.validate()
         options.validate()
@@ -88,10 +92,11 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
         if not options.overwrite:
             prepare(options.run_dir, resume=options.resume)
     for config, options in runs:
-        if _finished(config, options) is None or options.overwrite:
-            if loaded is None:
-                loaded = build.load_data(config)
-                print(class_histogram(loaded.federated))
+        setting = dataclasses.replace(config, algorithm="", options={})
+        finished = not options.overwrite and _finished(config, options)
+        if not finished and setting != loaded_for:
+            loaded, loaded_for = build.load_data(config), setting
+            print(class_histogram(loaded.federated))
         print(f"\n{config.algorithm} on {config.dataset} -> {options.run_dir}")
         summaries.append(run(config, options, loaded=loaded))
     split, rounds = summaries[0]["evaluated_on"], summaries[0]["rounds"]

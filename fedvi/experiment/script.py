@@ -14,6 +14,9 @@ from fedvi.experiment.config import ExperimentConfig, RunOptions
 
 __all__ = ["start"]
 
+# `--help` lists the flags under the script that calls `start`.
+absl.flags.disclaim_key_flags()
+
 
 def start(main: Callable[[list[tuple[ExperimentConfig, RunOptions]]], Any]) -> NoReturn:
     """Runs a script: defines and parses the flags, calls `main` with the runs.

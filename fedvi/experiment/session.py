@@ -103,8 +103,10 @@ class Session:
     def train(self) -> None:
         """Blocks of rounds, each with its evaluation, until all rounds are done."""
         rounds, every = self.config.rounds, self.config.eval_every
-        write_scalars = tensorboard.writer(self.options, self.round)
-        with RunProgress(self.config.algorithm, rounds, self.round) as progress:
+        with (
+            tensorboard.writer(self.options, self.round) as write_scalars,
+            RunProgress(self.config.algorithm, rounds, self.round) as progress,
+        ):
             evaluations = 0
             while self.round < rounds:
                 n = min(every, rounds - self.round)

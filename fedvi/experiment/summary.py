@@ -119,7 +119,8 @@ def summary(
       rows: of `metrics.csv`, all of them.
       problems: of `fedvi.experiment.problems`.
       finite: per seed, whether the server's state is.
-      compile_seconds: tracing and compiling, of this process.
+      compile_seconds: tracing and compiling, of this process; little where JAX's
+        compilation cache, noted beside it, already knew the programs.
       plan: the line that says how clients and seeds were grouped.
       devices: that it ran on.
     """
@@ -155,6 +156,7 @@ def summary(
         best: float(np.mean([one[best] for one in per_seed])),
         "round_seconds": float(np.median([row["seconds"] for row in rows])),
         "compile_seconds": compile_seconds,
+        "compilation_cache": jax.config.jax_compilation_cache_dir is not None,
         "bytes_up": bytes_up,
         "bytes_down": bytes_down,
         "seeds": [one["seed"] for one in per_seed],
@@ -181,9 +183,10 @@ def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
             "personal_accuracy": one["personal"]["accuracy"],
             "ece": one["global"]["ece"],
             "nll": one["global"]["nll"],
-            "round_seconds": summary["round_seconds"],
+            # One figure for all seeds.
+            "round_seconds": summary["round_seconds"] if index == 0 else None,
         }
-        for one in summary["per_seed"]
+        for index, one in enumerate(summary["per_seed"])
     ]
 
 
@@ -192,9 +195,7 @@ def _with_prefix(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _over_seeds(figures: Sequence[Mapping[str, Any]], reduce) -> dict[str, float]:
-    return {
-        key: float(reduce([one[key] for one in figures])) for key in figures[0]
-    }
+    return {key: float(reduce([one[key] for one in figures])) for key in figures[0]}
 
 
 def _sample_std(values) -> float:

@@ -1,7 +1,8 @@
 """TensorBoard event files, written by tensorboardX (extra: `tensorboard`)."""
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fedvi.experiment.config import RunOptions
@@ -17,8 +18,11 @@ def check(options: RunOptions) -> None:
         )
 
 
-def writer(options: RunOptions, done: int) -> Callable[[Mapping[str, Any]], None]:
-    """A function that writes a row of `metrics.csv` as scalars; without
+@contextlib.contextmanager
+def writer(
+    options: RunOptions, done: int
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Gives a function that writes a row of `metrics.csv` as scalars; without
     `options.tensorboard` it does nothing.
 
     Args:
@@ -26,15 +30,14 @@ def writer(options: RunOptions, done: int) -> Callable[[Mapping[str, Any]], None
       done: rounds done before; what an earlier stretch wrote after them is dropped.
     """
     if not options.tensorboard:
-        return lambda row: None
+        yield lambda row: None
+        return
     from tensorboardX import SummaryWriter
-
-    events = SummaryWriter(options.run_dir, purge_step=done + 1)
 
     def write(row):
         for key, value in row.items():
             if isinstance(value, float):
                 events.add_scalar(f"{key}/seed_{row['seed']}", value, row["round"])
-        events.flush()
 
-    return write
+    with SummaryWriter(options.run_dir, purge_step=done + 1) as events:
+        yield write

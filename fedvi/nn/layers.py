@@ -161,7 +161,7 @@ def avg_pool(x: jax.Array, window: int = 2) -> jax.Array:
 
 
 def global_avg_pool(x: jax.Array) -> jax.Array:
-    """Mean over all pixels: `[batch, height, width, channels]` to `[batch, channels]`."""
+    """Mean over pixels: `[batch, height, width, channels]` to `[batch, channels]`."""
     return x.mean(axis=(1, 2))
 
 
@@ -202,12 +202,13 @@ def _check(kernel_size: tuple[int, int], strides: int, padding: str) -> None:
 def _taps(
     x: jax.Array, kernel_size: tuple[int, int], strides: int, padding: str
 ) -> list[jax.Array]:
-    """For each kernel position, the pixels that it meets, `[batch, h', w', channels]`."""
+    """For each kernel position, the pixels it meets, `[batch, h', w', channels]`."""
     batch, height, width, channels = x.shape
     pads = lax.padtype_to_pads((height, width), kernel_size, (strides,) * 2, padding)
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     rows, columns = (
-        (size - kernel) // strides + 1 for size, kernel in zip(x.shape[1:3], kernel_size)
+        (size - kernel) // strides + 1
+        for size, kernel in zip(x.shape[1:3], kernel_size)
     )
     if rows < 1 or columns < 1:
         raise ValueError(

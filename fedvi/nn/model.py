@@ -66,7 +66,7 @@ def from_flax(
     )
     _check(name, heads, logits, variables)
 
-    # Compiled, because eager initialisers compile one by one; XLA drops the forward pass.
+    # Eager initialisers would compile one by one; XLA drops the forward pass.
     @jax.jit
     def init(key: jax.Array) -> Params:
         params = module.init(key, preprocess(example), **empty)["params"]
@@ -75,9 +75,7 @@ def from_flax(
             "head": {k: params[k] for k in heads},
         }
 
-    def apply(
-        params: Params, x: jax.Array, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         options = {"mask": mask} if masked else {}
         merged = {**params["body"], **params["head"]}
         return module.apply({"params": merged}, preprocess(x), **options)
@@ -89,8 +87,8 @@ def from_flax(
             other = module.clone(classes=classes)
         else:
             raise ValueError(
-                f"with_classes={classes}: {name} has no field 'classes'; give from_flax "
-                "a function with_classes(classes) that returns the module"
+                f"with_classes={classes}: {name} has no field 'classes'; give "
+                "from_flax a function with_classes(classes) that returns the module"
             )
         return from_flax(
             other,
@@ -123,11 +121,11 @@ def _check(name: str, heads: tuple[str, ...], logits: Any, variables: Any) -> No
     extra = sorted(set(variables) - {"params"})
     if extra:
         raise ValueError(
-            f"module={name} keeps variables in {extra}: use layers with parameters only, "
-            "such as fedvi.nn.BatchNorm"
+            f"module={name} keeps variables in {extra}: use layers with parameters "
+            "only, such as fedvi.nn.BatchNorm"
         )
     if len(logits.shape) != 2:
         raise ValueError(
-            f"module={name} returns shape {logits.shape} for one example: return logits "
-            "[batch, classes]"
+            f"module={name} returns shape {logits.shape} for one example: return "
+            "logits [batch, classes]"
         )

@@ -96,7 +96,7 @@ class VGG(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """MobileNet-v1 for 32x32 images, as in FedBABU and FedHB (3,206,976 in the body)."""
+    """MobileNet-v1 for 32x32 images (FedBABU, FedHB): 3,206,976 weights in the body."""
 
     classes: int
 
@@ -190,9 +190,7 @@ def build(
             )
     _check_size(name, input_shape, preprocess)
     module = MODELS[name](classes=classes, **options)
-    model = from_flax(
-        module, input_shape, head=HEAD, preprocess=preprocess, name=name
-    )
+    model = from_flax(module, input_shape, head=HEAD, preprocess=preprocess, name=name)
 
     def with_classes(other: int) -> Model:
         return build(
@@ -224,8 +222,8 @@ def _check_size(
         need = "height and width must be at least 16"
     if not fits:
         raise ValueError(
-            f"input_shape={input_shape}: preprocessed images {shape} do not suit {name}, "
-            f"which takes (height, width, channels): {need}"
+            f"input_shape={input_shape}: preprocessed images {shape} do not suit "
+            f"{name}, which takes (height, width, channels): {need}"
         )
 
 

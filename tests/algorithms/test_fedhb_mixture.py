@@ -114,9 +114,7 @@ def test_likelihood_starts_from_the_prototype_that_fits_the_client(task, train):
     state, _ = federation.rounds(federation.init(jax.random.key(0)), 8)
     fitted = component(state.server.prototypes, 0)
     server = algorithm.init(KEY)._replace(head=state.server.head)
-    prototypes = jax.tree.map(
-        lambda r, f: r.at[2].set(f), server.prototypes, fitted
-    )
+    prototypes = jax.tree.map(lambda r, f: r.at[2].set(f), server.prototypes, fitted)
     server = server._replace(prototypes=prototypes)
     output = algorithm.client_update(KEY, 0, server, (), data)
     assert int(jnp.argmax(output.statistics["mass"])) == 2
@@ -145,13 +143,13 @@ def test_the_gate_learns_which_prototype_explains_a_client(task, train, test):
     """Two groups of clients with shifted inputs: the gate tells them apart."""
     shift = np.where(np.arange(7) % 2, 6.0, -6.0)[:, None, None].astype(np.float32)
     split = train._replace(x=train.x + shift)
-    federation = Federation(
-        fedhb_mixture(task, start="likelihood"), split, split
-    )
+    federation = Federation(fedhb_mixture(task, start="likelihood"), split, split)
     state = federation.init(jax.random.key(2))
-    start = float(federation.rounds(federation.init(jax.random.key(2)), 1)[1].metrics[
-        "gate_loss"
-    ][0])
+    start = float(
+        federation.rounds(federation.init(jax.random.key(2)), 1)[1].metrics[
+            "gate_loss"
+        ][0]
+    )
     state, metrics = federation.rounds(state, 15)
     shares = np.asarray(metrics.metrics["share_0"][-1])
     if 0.05 < shares < 0.95:  # both prototypes in use: the gate has something to learn

@@ -99,7 +99,7 @@ def test_a_killed_run_continues_bit_for_bit(folder, straight):
     assert rounds == list(range(1, 41))
 
 
-def test_mistakes_end_in_one_line(folder):
+def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
     file = f"--flagfile={folder / 'tiny.flags'}"
     never = f"--run_dir={folder / 'never'}"
     mistakes = {
@@ -107,9 +107,13 @@ def test_mistakes_end_in_one_line(folder):
         "--data_file=missing.npz": (1, "data_file 'missing.npz'"),
     }
     processes = [start(file, never, argument) for argument in mistakes]
+    help = start("--help")
     for process, (code, message) in zip(processes, mistakes.values(), strict=True):
         found, _, errors = finish(process)
         assert found == code
         assert errors.startswith("error: ") and message in errors
         assert errors.count("\n") == 1
     assert not (folder / "never").exists()
+    _, output, _ = finish(help)
+    for flag in ("--algorithm:", "--p_drop:", "--chunk_size:", "--name:"):
+        assert flag in output

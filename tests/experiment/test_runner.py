@@ -5,9 +5,11 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedvi import algorithms
 from fedvi.experiment import build, checkpoint, recorder, runner
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 
@@ -128,9 +130,7 @@ def test_a_finished_run_is_not_touched(run_dir, capsys):
     with pytest.raises(ValueError, match="rounds is 4 there and 6 here"):
         runner.run(change(rounds=6), options(run_dir, resume=True))
     with pytest.raises(ValueError, match="missing.npz"):
-        runner.run(
-            change(data_file="missing.npz"), options(run_dir, overwrite=True)
-        )
+        runner.run(change(data_file="missing.npz"), options(run_dir, overwrite=True))
     with pytest.raises(ValueError, match="exclude each other"):
         runner.run(CONFIG, options(run_dir, overwrite=True, resume=True))
     capsys.readouterr()
@@ -176,7 +176,11 @@ def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path
 
 def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
     config = change(
-        validation_fraction=0.2, rounds=3, eval_every=2, personal_every=2, seeds=1,
+        validation_fraction=0.2,
+        rounds=3,
+        eval_every=2,
+        personal_every=2,
+        seeds=1,
         finetune_epochs=0,
     )
     runner.run_all([(config, options(tmp_path, checkpoint_every=5))])
@@ -194,7 +198,19 @@ def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
     assert (tmp_path / recorder.CHECKPOINT).exists()
 
 
-def test_empty_and_failing_clients_do_not_stop_a_run(tmp_path, compiled, capsys):
+def diverges(task):
+    """FedAvg whose server breaks in the second round."""
+    fedavg = algorithms.fedavg(task)
+
+    def server_update(key, round, server, aggregate):
+        server = fedavg.server_update(key, round, server, aggregate)
+        return jax.tree.map(lambda p: jnp.where(round == 1, jnp.nan, p), server)
+
+    return fedavg._replace(server_update=server_update)
+
+
+def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
+    """Client 1 returns NaN, client 2 is empty, and at last the server breaks."""
     config = change(fraction=1.0, seeds=1, clients=4, rounds=2, finetune_epochs=0)
     loaded = build.load_data(config)
     train = loaded.federated.train
@@ -208,17 +224,19 @@ def test_empty_and_failing_clients_do_not_stop_a_run(tmp_path, compiled, capsys)
         ),
     )
     loaded = loaded._replace(federated=federated)
-    summary = runner.run(config, options(tmp_path), loaded=loaded)
+    summary = runner.run(config, options(tmp_path), diverges, loaded=loaded)
     assert summary["problems"] == {
         "empty": {"2": 2},
         "failed": {"1": 2},
         "lost_rounds": 0,
     }
-    assert summary["per_seed"][0]["finite"]
+    assert not summary["per_seed"][0]["finite"]
+    assert recorder_summary(tmp_path)["global"]["nll"] is None
     assert summary["clients_with_data"] == 3
     output = capsys.readouterr().out
     assert "without training data, skipped: client 2" in output
     assert "left out client 1: NaN or infinity returned" in output
+    assert "WARNING: seed 7: the server's state is not finite after round 2" in output
 
 
 def test_several_algorithms_end_in_one_table(run_dir, tmp_path, capsys):

@@ -1,0 +1,111 @@
+"""A user's flax module as a `Model`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from fedvi.nn import BatchNorm, from_flax, parameter_count
+
+
+class Net(nn.Module):
+    """A user's own network with flax's convolution and without a mask."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(4, (3, 3))(x)).mean((1, 2))
+        x = nn.relu(nn.Dense(5)(x))
+        return nn.Dense(self.classes)(x)
+
+
+class MaskedNet(nn.Module):
+    outputs: int = 3
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        return nn.Dense(self.outputs, name="last")(BatchNorm()(x, mask))
+
+
+class RunningStatistics(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(x))
+
+
+class NotLogits(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(x[:, None])
+
+
+def normalise(x):
+    return (x.astype(jnp.float32) - 100) / 50
+
+
+def test_body_head_and_preprocessing():
+    model = from_flax(Net(3), (6, 6, 2), head="Dense_1", preprocess=normalise)
+    assert (model.name, model.classes) == ("Net", 3)
+    params = model.init(jax.random.key(0))
+    assert set(params) == {"body", "head"}
+    assert set(params["body"]) == {"Conv_0", "Dense_0"}
+    assert set(params["head"]) == {"Dense_1"}
+    assert parameter_count(params) == (9 * 2 * 4 + 4) + (4 * 5 + 5) + (5 * 3 + 3)
+    x = np.random.default_rng(0).integers(0, 256, (4, 6, 6, 2)).astype(np.uint8)
+    direct = Net(3).apply(
+        {"params": {**params["body"], **params["head"]}}, (x - np.float32(100)) / 50
+    )
+    np.testing.assert_allclose(model.apply(params, x), direct, atol=1e-6)
+    masked = model.apply(params, x, np.array([True, False, True, True]))
+    np.testing.assert_allclose(masked, direct, atol=1e-6)
+
+
+def test_another_number_of_classes_keeps_the_body():
+    model = from_flax(Net(3), (6, 6, 2), head=("Dense_0", "Dense_1"), name="mine")
+    wide = model.with_classes(7)
+    assert (wide.name, wide.classes) == ("mine", 7)
+    shapes, wider = (jax.eval_shape(m.init, jax.random.key(0)) for m in (model, wide))
+    assert shapes["body"] == wider["body"]
+    assert set(wider["head"]) == {"Dense_0", "Dense_1"}
+    assert wider["head"]["Dense_1"]["kernel"].shape == (5, 7)
+    per_client = jax.eval_shape(
+        jax.vmap(wide.init), jax.random.split(jax.random.key(0))
+    )
+    assert per_client["head"]["Dense_1"]["kernel"].shape == (2, 5, 7)
+
+
+def test_the_mask_reaches_batch_statistics():
+    model = from_flax(
+        MaskedNet(), (4,), head="last", with_classes=lambda n: MaskedNet(outputs=n)
+    )
+    assert model.with_classes(5).with_classes(6).classes == 6
+    params = model.init(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    mask = np.array([True, True, False, True, False])
+    full, some = model.apply(params, x, mask)[mask], model.apply(params, x[mask])
+    np.testing.assert_allclose(full, some, atol=1e-5)
+    assert np.abs(model.apply(params, x)[mask] - some).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("module", "head", "message"),
+    [
+        (
+            Net(3),
+            "classifier",
+            r"head='classifier'.*\['Conv_0', 'Dense_0', 'Dense_1'\]",
+        ),
+        (RunningStatistics(), "Dense_0", r"\['batch_stats'\].*fedvi.nn.BatchNorm"),
+        (NotLogits(), "Dense_0", r"shape \(1, 1, 6, 6, 2\)"),
+    ],
+)
+def test_unsuitable_modules_are_explained(module, head, message):
+    with pytest.raises(ValueError, match=message):
+        from_flax(module, (6, 6, 2), head=head)
+
+
+def test_a_module_of_fixed_width_asks_for_with_classes():
+    with pytest.raises(ValueError, match="no field 'classes'"):
+        from_flax(MaskedNet(), (4,), head="last").with_classes(2)
