@@ -66,6 +66,11 @@ class FedviRounds:
             "backend": jax.default_backend(),
         }
 
+    def save_params(self, params_file):
+        """Writes FedAvg's initial weights: of every dense layer `bias, kernel`."""
+        np.savez(params_file, *jax.tree.leaves(self._state.server.params))
+        return {}
+
     def round(self):
         """One round; which clients took part and their mean training loss."""
 

@@ -3,10 +3,11 @@
     python benchmarks/round_time.py --torch_python=/path/to/python/with/torch
 
 Every system has a process and an interpreter of its own. In every turn each does one
-round with the same participants, so what slows the machine down slows all of them,
-and the ratio of a turn means more than any time. Without --torch_python only fedvi is
-timed. The defaults are FedHB's Fashion-MNIST (appendix H) without its learning-rate
-decay; --synthetic takes random images of that shape.
+round, so what slows the machine down slows all of them, and the ratio of a turn means
+more than any time. All start from the same weights and train the same participants;
+only their shuffles differ. Without --torch_python only fedvi is timed. The defaults are
+FedHB's Fashion-MNIST (appendix H) without its learning-rate decay; --synthetic takes
+random images of that shape.
 """
 
 import os
@@ -135,17 +136,18 @@ def start_workers(data_file: Path, classes: int) -> tuple[dict, dict]:
     work = {key: FLAGS[key].value for key in keys}
     work.update(data_file=str(data_file), classes=classes)
     own = ("algorithm", "model", "participants", "chunk_size")
-    workers = {"fedvi": Worker(None, "fedvi_rounds.py", {})}
-    options = {"fedvi": {key: FLAGS[key].value for key in own}}
-    for threads in map(int, FLAGS.torch_threads if FLAGS.torch_python else ()):
+    fedvi = Worker(None, "fedvi_rounds.py", {})
+    workers = {"fedvi": fedvi}
+    versions = {"fedvi": fedvi("load", **work, **{k: FLAGS[k].value for k in own})}
+    if not FLAGS.torch_python:
+        return workers, versions
+    work["params_file"] = str(data_file.with_name("params.npz"))
+    fedvi("save_params", params_file=work["params_file"])
+    for threads in map(int, FLAGS.torch_threads):
         name = f"PyTorch, {threads} thread{'s' if threads > 1 else ''}"
         environment = {"OMP_NUM_THREADS": str(threads)}
         workers[name] = Worker(FLAGS.torch_python, "peers/torch_loop.py", environment)
-        options[name] = {"threads": threads}
-    versions = {
-        name: worker("load", **work, **options[name])
-        for name, worker in workers.items()
-    }
+        versions[name] = workers[name]("load", **work, threads=threads)
     return workers, versions
 
 

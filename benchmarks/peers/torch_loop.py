@@ -19,6 +19,7 @@ class TorchLoop:
     def load(
         self,
         data_file,
+        params_file,
         hidden,
         classes,
         batch_size,
@@ -28,7 +29,7 @@ class TorchLoop:
         threads,
         seed,
     ):
-        """Standardises the arrays in `data_file` and builds the model."""
+        """Builds the data and the model from what fedvi starts with."""
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._batch_size, self._epochs = batch_size, epochs
@@ -51,6 +52,9 @@ class TorchLoop:
             torch.nn.Linear(hidden, classes),
         )
         self._params = list(self._model.parameters())
+        with np.load(params_file) as leaves:
+            bias_1, kernel_1, bias_2, kernel_2 = map(torch.from_numpy, leaves.values())
+        self._set([kernel_1.T, bias_1, kernel_2.T, bias_2])
         return {"python": platform.python_version(), "torch": torch.__version__}
 
     def round(self, cohort):
