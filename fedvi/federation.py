@@ -277,7 +277,7 @@ class Federation:
         def client(operands, client_id):
             state, test = operands
             # The same draws of the global model for every client.
-            key = derive(state.key, Purpose.PREDICT, state.round)
+            key = derive(state.key, Purpose.PREDICT_GLOBAL, state.round)
             predict = partial(self.algorithm.global_predictive, key, state.server)
             data = _take(test, client_id)
             return (), score_in_batches(predict, data, self.eval_batch_size)
@@ -297,7 +297,7 @@ class Federation:
                 _take(state.clients, client_id),
                 _take(train, client_id),
             )
-            key = derive(state.key, Purpose.PREDICT, *where)
+            key = derive(state.key, Purpose.PREDICT_PERSONAL, *where)
             predict = partial(
                 algorithm.personal_predictive, key, state.server, personal
             )

@@ -21,8 +21,9 @@ class Purpose(enum.IntEnum):
     CLIENT_UPDATE = 3
     SERVER_UPDATE = 4
     PERSONALISE = 5
-    PREDICT = 6
-    SCORE = 7
+    PREDICT_GLOBAL = 6
+    PREDICT_PERSONAL = 7
+    SCORE = 8
 
 
 def derive(root, purpose: Purpose, round=0, client_id=0):

@@ -108,6 +108,9 @@ def fold_minibatches(
             start = b * batch_size
             slots = jax.lax.dynamic_slice(order, (start,), (batch_size,))
             mask = start + jnp.arange(batch_size) < data.size
+            # A batch begins with a real example. Copies of it fill the batch up: what
+            # padding holds, a NaN say, would reach the gradient through the mask.
+            slots = jnp.where(mask, slots, slots[0])
             augment_key, loss_key = jax.random.split(jax.random.fold_in(step_key, b))
             x = data.x[slots]
             if training.augment is not None:

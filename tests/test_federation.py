@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
+from fedvi import nn
 from fedvi.algorithm import Algorithm, ClientOutput
 from fedvi.algorithms import fedavg
 from fedvi.federation import Federation
@@ -39,7 +41,9 @@ def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
         return jax.nn.log_softmax(logits)[None]
 
     def personal_predictive(key, server, personal, x, mask):
-        return predictive(key, personal, x, mask)
+        """A client of size n always predicts class n mod 3."""
+        classes = jax.nn.one_hot(personal % 3, 3) * 9
+        return jax.nn.log_softmax(jnp.broadcast_to(classes, (1, x.shape[0], 3)))
 
     return Algorithm(
         name="mean_of_data",
@@ -52,7 +56,7 @@ def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         global_predictive=predictive,
-        personalise=lambda key, server, client, data: data.size.astype(jnp.float32),
+        personalise=lambda key, server, client, data: data.size,
         personal_predictive=personal_predictive,
         reduce=reduce,
     )
@@ -182,10 +186,44 @@ def test_seeds_may_be_vmapped(train, test, task):
 
 def test_personal_evaluation_gives_every_client_its_own_model(train, test):
     federation = Federation(mean_of_data(), train, test)
-    state = federation.init(jax.random.key(0))
-    scores = federation.evaluate_personal(state)
-    # A shift common to all classes changes nothing.
-    np.testing.assert_array_equal(scores.correct, federation.evaluate(state).correct)
+    scores = federation.evaluate_personal(federation.init(jax.random.key(0)))
+    expected = (test.y == train.size[:, None] % 3).sum(1)
+    np.testing.assert_array_equal(scores.correct, expected)
+    assert len(set(expected.tolist())) > 1
+
+
+class Normalised(linen.Module):
+    """A network whose batch statistics a padded example would spoil."""
+
+    @linen.compact
+    def __call__(self, x, mask=None):
+        x = linen.relu(nn.BatchNorm()(nn.Dense(5)(x), mask))
+        return nn.Dense(3, name="classifier")(x)
+
+
+def test_padding_changes_nothing_whatever_it_holds(train, test, task):
+    """The same clients with thirteen more slots of NaN, through batch norm."""
+    model = nn.from_flax(Normalised(), (6,), head="classifier")
+    algorithm = fedavg(task._replace(model=model))
+
+    def padded(data):
+        slots = np.arange(data.y.shape[1] + 13) < data.size[:, None]
+        x = np.pad(data.x, ((0, 0), (0, 13), (0, 0)))
+        return data._replace(
+            x=np.where(slots[..., None], x, np.nan).astype(np.float32),
+            y=np.pad(data.y, ((0, 0), (0, 13))),
+        )
+
+    results = []
+    for clients, examples in ((train, test), (padded(train), padded(test))):
+        federation = Federation(algorithm, clients, examples, eval_batch_size=4)
+        state, metrics = federation.rounds(federation.init(jax.random.key(0)), 3)
+        assert not metrics.failed.any()
+        scores = federation.evaluate(state), federation.evaluate_personal(state)
+        results.append((state.server.params, scores))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results
+    )
 
 
 def test_a_selection_may_ask_for_scores(train, test):

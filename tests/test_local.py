@@ -19,6 +19,22 @@ def test_cross_entropy_ignores_masked_examples_even_if_infinite():
     assert cross_entropy(logits, labels, jnp.zeros(3, bool)) == 0
 
 
+def test_padding_never_reaches_a_batch():
+    """Slots beyond the size hold NaN; a batch is filled up with a real example."""
+    x = jnp.where(jnp.arange(8) < 5, jnp.arange(8.0), jnp.nan)[:, None]
+    data = ClientData(x, jnp.arange(8, dtype=jnp.int32), jnp.int32(5))
+    training = LocalTraining(epochs=1, batch_size=4)
+
+    def step(key, carry, batch):
+        worst, count = carry
+        return jnp.maximum(worst, batch.x.max()), count + batch.mask.sum()
+
+    worst, count = fold_minibatches(
+        jax.random.key(0), data, training, step, (jnp.float32(-1), 0)
+    )
+    assert worst == 4 and count == 5
+
+
 @pytest.fixture(scope="module")
 def visits():
     """(how often each slot was visited in two epochs, steps) by size, one program."""

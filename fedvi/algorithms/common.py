@@ -15,7 +15,18 @@ __all__ = [
     "log_probabilities",
     "no_penalty",
     "quadratic_penalty",
+    "require_body",
 ]
+
+
+def require_body(task: Task, algorithm: str) -> None:
+    """Raises `ValueError` if the model is all head, which `algorithm` freezes."""
+    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
+    if not jax.tree.leaves(shapes["body"]):
+        raise ValueError(
+            f"model={task.model.name!r} has no body and {algorithm} trains only the "
+            "body: use a model with hidden layers, or fedavg or fedprox"
+        )
 
 
 def classification_loss(model: Model, params, batch):

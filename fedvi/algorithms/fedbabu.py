@@ -5,7 +5,12 @@ classification", ICLR 2022.
 """
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import classification_loss, finetune, log_probabilities
+from fedvi.algorithms.common import (
+    classification_loss,
+    finetune,
+    log_probabilities,
+    require_body,
+)
 from fedvi.local import sgd
 
 __all__ = ["fedbabu"]
@@ -18,7 +23,11 @@ def fedbabu(task: Task) -> Algorithm:
     head stays as it was initialised; personalisation trains both.
 
     Server state: `{"body": ..., "head": ...}`.
+
+    Raises:
+      ValueError: a model without a body.
     """
+    require_body(task, "fedbabu")
     model = task.model
 
     def client_update(key, round, server, client, data):

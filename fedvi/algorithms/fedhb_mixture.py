@@ -10,7 +10,11 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import classification_loss, log_probabilities
+from fedvi.algorithms.common import (
+    classification_loss,
+    log_probabilities,
+    require_body,
+)
 from fedvi.distributions import mixture
 from fedvi.local import fold_minibatches, sgd
 
@@ -23,7 +27,8 @@ class Server(NamedTuple):
     Attributes:
       prototypes: r, the K bodies, leaves `[components, ...]`.
       head: the frozen random head, shared by all prototypes; outside the penalty.
-      gate: β, `{"body", "head"}` of the gating network, K outputs.
+      gate: β, `{"body", "head"}` of the gating network, K outputs. Its head is random
+        and frozen as well (the paper's footnote 9).
     """
 
     prototypes: Any
@@ -60,12 +65,16 @@ def fedhb_mixture(
         and r'_j independent draws of the model's initialiser. 1: independent
         networks; towards 0: near each other.
       penalty_scale: s, a factor on the penalty; 1 is the paper.
+
+    Raises:
+      ValueError: an option outside its range, or a model without a body.
     """
     checks.at_least("components", components, 1)
     checks.positive("variance", variance)
     checks.one_of("start", start, ("centre", "likelihood"))
     checks.at_least("init_spread", init_spread, 0)
     checks.at_least("penalty_scale", penalty_scale, 0)
+    require_body(task, "fedhb_mixture")
     model, gate_model = task.model, task.model.with_classes(components)
 
     def penalty(server, data, body):
@@ -76,7 +85,7 @@ def fedhb_mixture(
         if start == "centre":
             return jax.tree.map(lambda r: r.mean(0), server.prototypes)
         losses = jax.lax.map(
-            lambda body: _mean_loss(
+            lambda body: _total_loss(
                 model, key, {"body": body, "head": server.head}, data, task.training
             ),
             server.prototypes,
@@ -114,19 +123,20 @@ def fedhb_mixture(
         shares = mixture.responsibilities(body, server.prototypes, variance)
         nearest = jnp.argmax(shares)
 
-        def gate_loss(key, gate, batch):
+        def gate_loss(key, gate_body, batch):
+            gate = {**server.gate, "body": gate_body}
             labels = jnp.full_like(batch.y, nearest)
             return classification_loss(gate_model, gate, batch._replace(y=labels))
 
-        gate, gate_value = sgd(
-            gate_key, round, server.gate, data, task.training, gate_loss
+        gate_body, gate_value = sgd(
+            gate_key, round, server.gate["body"], data, task.training, gate_loss
         )
         statistics = {
             "mass": shares,
             "weighted": jax.tree.map(
                 lambda m: shares.reshape(-1, *[1] * m.ndim) * m[None], body
             ),
-            "gate": gate,
+            "gate": gate_body,
         }
         metrics = {
             "loss": value,
@@ -145,7 +155,8 @@ def fedhb_mixture(
             participants=aggregate.participants,
             population=aggregate.population,
         )
-        return Server(prototypes, server.head, aggregate.mean()["gate"])
+        gate = {**server.gate, "body": aggregate.mean()["gate"]}
+        return Server(prototypes, server.head, gate)
 
     def global_predictive(key, server, x, mask):
         log_gate = log_probabilities(gate_model, server.gate, x, mask)
@@ -182,8 +193,8 @@ def fedhb_mixture(
     )
 
 
-def _mean_loss(model, key, params, data, training):
-    """Mean cross-entropy of one model over one client's training data."""
+def _total_loss(model, key, params, data, training):
+    """Cross-entropy of one model, summed over one client's training data."""
     once = training._replace(epochs=1, augment=None)
 
     def add(key, total, batch):

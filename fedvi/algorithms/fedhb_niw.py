@@ -15,6 +15,7 @@ from fedvi.algorithms.common import (
     classification_loss,
     log_probabilities,
     quadratic_penalty,
+    require_body,
 )
 from fedvi.distributions import dropout, normal_inverse_wishart, student_t
 from fedvi.distributions.normal_inverse_wishart import NIW, NIWHyper
@@ -74,6 +75,9 @@ def fedhb_niw(
         held-out part of the training data); 1 is better for one epoch alone.
       prediction: the global model: `mode`, or `sample` of the Student-t.
       num_samples: S, Student-t samples a prediction (the paper's footnote: 1).
+
+    Raises:
+      ValueError: an option outside its range, or a model without a body.
     """
     checks.one_of("covariance", covariance, ("per_weight", "joint"))
     checks.one_of("prior_mean", prior_mean, ("zero", "previous"))
@@ -82,6 +86,7 @@ def fedhb_niw(
     checks.at_least("epsilon", epsilon, 0)
     checks.at_least("penalty_scale", penalty_scale, 0)
     checks.at_least("num_samples", num_samples, 1)
+    require_body(task, "fedhb_niw")
     model, joint = task.model, covariance == "joint"
     body_shapes = jax.eval_shape(model.init, jax.random.key(0))["body"]
     hyper = NIWHyper(
@@ -130,7 +135,7 @@ def fedhb_niw(
 
     def server_update(key, round, server, aggregate):
         # Σ over all N clients, estimated from the N_f participants (Alg. 3).
-        to_population = aggregate.population / aggregate.participants
+        to_population = hyper.clients / aggregate.participants
         sums = jax.tree.map(lambda s: to_population * s, aggregate.statistics)
         previous = server.posterior.mean
         if prior_mean == "zero":

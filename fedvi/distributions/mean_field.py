@@ -87,7 +87,8 @@ def sample(
 def kl(q: MeanField, p: MeanField) -> jax.Array:
     """KL(q ‖ p) in nats, summed over all weights, scalar.
 
-    Finite with a finite gradient for every finite rho in float32, thanks to the floor.
+    Finite with a finite gradient in float32 for every rho up to 200 (σ = 200) and down
+    to minus infinity, thanks to the floor.
     """
 
     def leaf(mu_q, rho_q, mu_p, rho_p):

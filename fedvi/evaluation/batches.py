@@ -13,8 +13,9 @@ __all__ = ["score_in_batches"]
 def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
     """Scores a client's examples in even batches.
 
-    Batches are as few as `batch_size` allows and as even as can be: with batch
-    statistics a small last batch would be predicted worse than the others.
+    Batches are as few as `batch_size` allows and, by the client's true size, as even
+    as can be: with batch statistics a small last batch would be predicted worse than
+    the others, and nobody's figures should depend on another client's size.
 
     Args:
       predict: `(x [batch, ...], mask [batch]) -> log-probabilities
@@ -26,19 +27,23 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
       Sums over the client's real examples.
     """
     capacity = data.x.shape[0]
-    batches = -(-capacity // batch_size)
-    batch_size = -(-capacity // batches)
+    width = min(batch_size, capacity)
+    batches = -(-data.size // width)
+    even = -(-data.size // jnp.maximum(batches, 1))
 
     def one(b):
-        # The last batch is moved back to fit; what it sees twice counts once.
-        start = jnp.minimum(b * batch_size, capacity - batch_size)
-        slots = start + jnp.arange(batch_size)
-        x = jax.lax.dynamic_slice_in_dim(data.x, start, batch_size)
-        y = jax.lax.dynamic_slice_in_dim(data.y, start, batch_size)
-        real = slots < data.size
-        return score(predict(x, real), y, real & (slots >= b * batch_size))
+        first = b * even
+        # The last slices are moved back to fit; the mask says what is the batch's own.
+        start = jnp.minimum(first, capacity - width)
+        slots = start + jnp.arange(width)
+        x = jax.lax.dynamic_slice_in_dim(data.x, start, width)
+        y = jax.lax.dynamic_slice_in_dim(data.y, start, width)
+        mask = (slots >= first) & (slots < jnp.minimum(first + even, data.size))
+        return score(predict(x, mask), y, mask)
 
-    if batches == 1:
-        return one(0)
-    scores = jax.lax.map(one, jnp.arange(batches))
-    return jax.tree.map(lambda s: s.sum(0), scores)
+    zero = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, jnp.int32(0))
+    )
+    return jax.lax.fori_loop(
+        0, batches, lambda b, total: jax.tree.map(jnp.add, total, one(b)), zero
+    )

@@ -1,5 +1,6 @@
 import pytest
 
+from fedvi import nn
 from fedvi.algorithms import build, options_of
 
 
@@ -34,3 +35,10 @@ def test_unknown_names_and_options_are_named(task):
 def test_option_values_are_checked_by_name(task, name, option, value):
     with pytest.raises(ValueError, match=f"{option}={value!r}"):
         build(name, task, **{option: value})
+
+
+@pytest.mark.parametrize("name", ["fedbabu", "fedhb_niw", "fedhb_mixture"])
+def test_methods_with_a_frozen_head_refuse_a_model_that_is_all_head(task, name):
+    model = nn.build("logistic", classes=3, input_shape=(6,))
+    with pytest.raises(ValueError, match=f"model='logistic' has no body and {name}"):
+        build(name, task._replace(model=model))

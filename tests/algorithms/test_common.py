@@ -1,14 +1,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedvi.algorithms.common import (
     classification_loss,
     finetune,
     log_probabilities,
     quadratic_penalty,
+    require_body,
 )
 from fedvi.local import Batch
+from fedvi.nn import build
 
 
 def test_quadratic_penalty_against_numpy():
@@ -34,21 +37,34 @@ def test_loss_and_probabilities_agree(task, train):
     np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)
 
 
-def test_a_strong_penalty_keeps_finetuning_where_it_started(task, train):
+def test_finetuning_minimises_loss_plus_penalty(task, train):
+    """A quadratic penalty alone (no data weigh in) is pulled to its centre."""
+    patient = task._replace(
+        finetuning=task.finetuning._replace(epochs=60, learning_rate=0.02)
+    )
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), train)
     params = task.model.init(jax.random.key(0))
+    centre = task.model.init(jax.random.key(9))
 
     def penalty(tuned):
-        return quadratic_penalty(tuned, params, 50.0)
+        return quadratic_penalty(tuned, centre, 20.0)
 
-    def moved(tuned):
+    def distance(tuned):
         return max(
             float(jnp.abs(a - b).max())
             for a, b in zip(
-                jax.tree.leaves(tuned), jax.tree.leaves(params), strict=True
+                jax.tree.leaves(tuned), jax.tree.leaves(centre), strict=True
             )
         )
 
-    free = moved(finetune(task, jax.random.key(1), params, data))
-    held = moved(finetune(task, jax.random.key(1), params, data, penalty))
-    assert 0 < held < 0.5 * free
+    tuned = finetune(patient, jax.random.key(1), params, data, penalty)
+    assert distance(params) > 0.5 and distance(tuned) < 0.15
+    free = finetune(patient, jax.random.key(1), params, data)
+    assert distance(free) > 0.5
+
+
+def test_a_model_without_a_body_is_refused_by_body_methods(task):
+    model = build("logistic", classes=3, input_shape=(6,))
+    with pytest.raises(ValueError, match="model='logistic' has no body and fedbabu"):
+        require_body(task._replace(model=model), "fedbabu")
+    require_body(task, "fedbabu")

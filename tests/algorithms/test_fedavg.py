@@ -73,3 +73,20 @@ def test_a_client_weighs_what_it_holds(task, train):
     algorithm = fedavg(task)
     output = algorithm.client_update(KEY, 0, algorithm.init(KEY), (), data)
     assert output.weight == 8
+
+
+def test_a_client_trains_at_the_rate_of_the_round(task, train):
+    """A rate that falls to zero after round 3 leaves the client where it started."""
+    falling = task._replace(
+        training=task.training._replace(
+            learning_rate=lambda round: jnp.where(round < 3, 0.1, 0.0)
+        )
+    )
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), train)
+    algorithm = fedavg(falling)
+    server = algorithm.init(KEY)
+    update = jax.jit(algorithm.client_update)
+    late = update(KEY, 3, server, (), data).statistics
+    jax.tree.map(np.testing.assert_array_equal, late, server.params)
+    early = update(KEY, 2, server, (), data).statistics
+    assert not np.allclose(jax.tree.leaves(early)[0], jax.tree.leaves(late)[0])

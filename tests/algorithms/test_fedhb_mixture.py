@@ -72,7 +72,7 @@ def test_one_prototype_is_the_shrunk_mean(task):
     variance = 0.3
     algorithm = fedhb_mixture(task, components=1, variance=variance)
     server, bodies = algorithm.init(KEY), random_bodies(task, 4)
-    statistics = statistics_of(bodies, [jnp.ones(1)] * 4, server.gate)
+    statistics = statistics_of(bodies, [jnp.ones(1)] * 4, server.gate["body"])
     count = jnp.float32(4)
     new = algorithm.server_update(
         KEY, 0, server, Aggregate(statistics, count, count, 4)
@@ -86,7 +86,7 @@ def test_an_empty_prototype_is_kept(task):
     algorithm = fedhb_mixture(task, components=2)
     server, bodies = algorithm.init(KEY), random_bodies(task, 3)
     masses = [jnp.array([1.0, 0.0])] * 3
-    statistics = statistics_of(bodies, masses, server.gate)
+    statistics = statistics_of(bodies, masses, server.gate["body"])
     count = jnp.float32(3)
     new = algorithm.server_update(
         KEY, 0, server, Aggregate(statistics, count, count, 3)
@@ -114,10 +114,10 @@ def test_likelihood_starts_from_the_prototype_that_fits_the_client(task, train):
     state, _ = federation.rounds(federation.init(jax.random.key(0)), 8)
     fitted = component(state.server.prototypes, 0)
     server = algorithm.init(KEY)._replace(head=state.server.head)
-    prototypes = jax.tree.map(lambda r, f: r.at[2].set(f), server.prototypes, fitted)
+    prototypes = jax.tree.map(lambda r, f: r.at[0].set(f), server.prototypes, fitted)
     server = server._replace(prototypes=prototypes)
     output = algorithm.client_update(KEY, 0, server, (), data)
-    assert int(jnp.argmax(output.statistics["mass"])) == 2
+    assert int(jnp.argmax(output.statistics["mass"])) == 0
 
 
 def test_global_prediction_is_the_gated_mixture(task, train):
@@ -145,14 +145,28 @@ def test_the_gate_learns_which_prototype_explains_a_client(task, train, test):
     split = train._replace(x=train.x + shift)
     federation = Federation(fedhb_mixture(task, start="likelihood"), split, split)
     state = federation.init(jax.random.key(2))
-    start = float(
-        federation.rounds(federation.init(jax.random.key(2)), 1)[1].metrics[
-            "gate_loss"
-        ][0]
-    )
-    state, metrics = federation.rounds(state, 15)
-    shares = np.asarray(metrics.metrics["share_0"][-1])
-    if 0.05 < shares < 0.95:  # both prototypes in use: the gate has something to learn
-        assert metrics.metrics["gate_loss"][-1] < 0.5 * start
-    else:
-        assert metrics.metrics["gate_loss"][-1] < 0.1
+    head = jax.device_get(state.server.gate["head"])
+    state, metrics = federation.rounds(state, 16)
+    share = metrics.metrics["share_0"][-1]
+    assert 0.05 < share < 0.95  # both prototypes are in use
+    losses = metrics.metrics["gate_loss"]
+    assert losses[-1] < 0.5 * losses[0]
+    assert_close(state.server.gate["head"], head, rtol=0, atol=0)
+
+
+def test_personalisation_keeps_the_clients_penalty(task, train):  # Eq. 84
+    data, moved = one_client(train), []
+    for penalty_scale in (0.0, 100.0):
+        algorithm = fedhb_mixture(task, components=1, penalty_scale=penalty_scale)
+        server = algorithm.init(KEY)
+        personal = algorithm.personalise(KEY, server, (), data)
+        prototype = component(server.prototypes, 0)
+        moved.append(
+            max(
+                float(jnp.abs(a - b).max())
+                for a, b in zip(
+                    *map(jax.tree.leaves, (personal["body"], prototype)), strict=True
+                )
+            )
+        )
+    assert moved[1] < 0.8 * moved[0]

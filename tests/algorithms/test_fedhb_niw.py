@@ -136,24 +136,61 @@ def test_the_server_minimises_the_papers_objective(task, uploads, covariance):
             assert np.any(np.abs(gradient) > 1e-3 * (1 + np.max(size)))
 
 
-def test_the_literal_joint_penalty_runs_stably_and_holds_clients(task, train, test):
+@pytest.mark.parametrize(("penalty_scale", "most"), [(1.0, 1.0), (1e4, 0.02)])
+def test_the_literal_joint_penalty_runs_stably(task, train, test, penalty_scale, most):
     """Its coefficient would blow a gradient step up; the exact step cannot."""
-    wide = task._replace(
-        model=task.model, training=task.training._replace(learning_rate=0.5)
-    )
-    algorithm = fedhb_niw(wide, covariance="joint", penalty_scale=1e4)
+    fast = task._replace(training=task.training._replace(learning_rate=0.5))
+    algorithm = fedhb_niw(fast, covariance="joint", penalty_scale=penalty_scale)
     federation = Federation(algorithm, train, test)
     start = federation.init(jax.random.key(0))
     before = jax.device_get(start.server.posterior.mean)
     state, metrics = federation.rounds(start, 3)
     assert np.isfinite(metrics.metrics["loss"]).all() and not metrics.failed.any()
-    # So stiff a penalty leaves the mean where it was.
+    # The stiffer the penalty, the nearer the mean stays to where it was.
     for old, new in zip(
         jax.tree.leaves(before),
         jax.tree.leaves(state.server.posterior.mean),
         strict=True,
     ):
-        assert np.abs(old - new).max() < 0.02
+        assert np.abs(old - new).max() < most
+
+
+@pytest.mark.parametrize("covariance", ["per_weight", "joint"])
+def test_personalisation_keeps_the_clients_penalty(task, train, covariance):  # Eq. 46
+    """The stronger it is, the nearer the body stays to m_0; the head is free."""
+    data, moved = one_client(train), []
+    for penalty_scale in (0.0, 1e6):
+        algorithm = fedhb_niw(
+            task, covariance=covariance, p_drop=0.0, penalty_scale=penalty_scale
+        )
+        if covariance == "per_weight" and penalty_scale:
+            # Gradient steps: as strong as is stable, w lr < 2 (1 + momentum).
+            algorithm = fedhb_niw(task, p_drop=0.0, penalty_scale=100.0)
+        server = algorithm.init(KEY)
+        personal = algorithm.personalise(KEY, server, (), data)
+        moved.append(
+            [
+                max(float(jnp.abs(a - b).max()) for a, b in zip(*leaves, strict=True))
+                for leaves in (
+                    map(jax.tree.leaves, (personal["body"], server.posterior.mean)),
+                    map(jax.tree.leaves, (personal["head"], server.head)),
+                )
+            ]
+        )
+    (free_body, free_head), (held_body, held_head) = moved
+    assert held_body < 0.8 * free_body
+    assert held_head > 0.5 * free_head > 0
+
+
+def test_the_spikes_noise_is_drawn_only_if_asked_for(task, train):
+    data = one_client(train)
+    bodies = []
+    for spike_noise in (False, True):
+        algorithm = fedhb_niw(task, p_drop=0.0, epsilon=0.3, spike_noise=spike_noise)
+        server = algorithm.init(KEY)
+        output = algorithm.client_update(KEY, 0, server, (), data)
+        bodies.append(output.statistics["sum_m"]["Dense_0"]["kernel"])
+    assert np.abs(bodies[0] - bodies[1]).max() > 1e-3
 
 
 def test_no_penalty_no_dropout_and_many_clients_is_nearly_fedbabu(task, train, test):
@@ -162,7 +199,6 @@ def test_no_penalty_no_dropout_and_many_clients_is_nearly_fedbabu(task, train, t
     servers = []
     for algorithm in (fedhb_niw(many, **options), fedbabu(many)):
         federation = Federation(algorithm, train, test)
-        federation.population = many.clients
         state, _ = federation.rounds(federation.init(jax.random.key(0)), 2)
         servers.append(state.server)
     assert_close(servers[0].posterior.mean, servers[1]["body"], rtol=1e-4, atol=1e-5)

@@ -10,19 +10,32 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(10, 3)).astype(np.float32), RNG.integers(0, 3, 10)
 
 
+def predict(x, mask):
+    return jnp.where(mask[:, None], jax.nn.log_softmax(x), jnp.nan)[None]
+
+
 @pytest.mark.parametrize("batch_size", [128, 10, 4, 3, 1])
 @pytest.mark.parametrize("size", [10, 7, 0])
-def test_every_real_example_counts_once_in_even_batches(batch_size, size):
-    # Ten slots in batches of 4: 4, 4 and 2 would be uneven and unpadded; the last
-    # batch overlaps the one before instead.
-    seen = []
-
-    def predict(x, mask):
-        seen.append(x.shape[0])
-        return jnp.where(mask[:, None], jax.nn.log_softmax(x), jnp.nan)[None]
-
+def test_every_real_example_counts_once(batch_size, size):
+    # Ten slots in batches of 4: the last slice overlaps the one before it.
     data = ClientData(jnp.asarray(X), jnp.asarray(Y, jnp.int32), jnp.int32(size))
     scores = score_in_batches(predict, data, batch_size)
     assert scores.count == size
     assert scores.correct == (X.argmax(1) == Y)[:size].sum()
-    assert max(seen) <= batch_size
+
+
+@pytest.mark.parametrize("capacity", [101, 128, 129, 200])
+def test_batches_are_even_whatever_the_other_clients_hold(capacity):
+    """101 examples, at most 50 at once: 34, 34 and 33, in any padding."""
+
+    def fewest_and_most(x, mask):
+        # Log-probabilities whose likelihood tells how many examples went together.
+        together = mask.sum().astype(jnp.float32)
+        return jnp.broadcast_to(together, (1, x.shape[0], 2))
+
+    data = ClientData(
+        jnp.zeros((capacity, 1)), jnp.zeros(capacity, jnp.int32), jnp.int32(101)
+    )
+    scores = score_in_batches(fewest_and_most, data, 50)
+    assert scores.count == 101
+    assert -scores.nll == 34 * 34 + 34 * 34 + 33 * 33
