@@ -13,7 +13,7 @@ __all__ = [
     "classification_loss",
     "finetune",
     "log_probabilities",
-    "no_penalty",
+    "predict_with_params",
     "quadratic_penalty",
     "require_body",
 ]
@@ -55,13 +55,7 @@ def quadratic_penalty(params, centre, precision):
     return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
 
 
-def no_penalty(params):
-    """The penalty of a client that only fits its data."""
-    del params
-    return 0.0
-
-
-def finetune(task: Task, key, params, data, penalty: Callable = no_penalty):
+def finetune(task: Task, key, params, data):
     """Trains body and head on one client's data by `task.finetuning`.
 
     Args:
@@ -69,10 +63,18 @@ def finetune(task: Task, key, params, data, penalty: Callable = no_penalty):
       key: typed PRNG key.
       params: `{"body": ..., "head": ...}` to start from.
       data: the client's `ClientData`.
-      penalty: `(params) -> scalar`, added to the mean cross-entropy.
     """
 
     def loss(key, params, batch):
-        return classification_loss(task.model, params, batch) + penalty(params)
+        return classification_loss(task.model, params, batch)
 
     return sgd(key, 0, params, data, task.finetuning, loss)[0]
+
+
+def predict_with_params(model: Model) -> Callable:
+    """The `personal_predictive` of an algorithm whose personal model is its params."""
+
+    def personal_predictive(key, server, params, x, mask):
+        return log_probabilities(model, params, x, mask)[None]
+
+    return personal_predictive

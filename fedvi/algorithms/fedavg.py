@@ -12,7 +12,12 @@ import optax
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import classification_loss, finetune, log_probabilities
+from fedvi.algorithms.common import (
+    classification_loss,
+    finetune,
+    log_probabilities,
+    predict_with_params,
+)
 from fedvi.local import sgd
 
 __all__ = ["Server", "fedavg"]
@@ -82,9 +87,6 @@ def fedavg(
     def personalise(key, server, client, data):
         return finetune(task, key, server.params, data)
 
-    def personal_predictive(key, server, params, x, mask):
-        return log_probabilities(model, params, x, mask)[None]
-
     return Algorithm(
         name="fedavg",
         init=init,
@@ -92,6 +94,6 @@ def fedavg(
         server_update=server_update,
         global_predictive=global_predictive,
         personalise=personalise,
-        personal_predictive=personal_predictive,
+        personal_predictive=predict_with_params(model),
         broadcast=lambda server: server._replace(moments=()),
     )

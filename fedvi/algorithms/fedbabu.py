@@ -9,6 +9,7 @@ from fedvi.algorithms.common import (
     classification_loss,
     finetune,
     log_probabilities,
+    predict_with_params,
     require_body,
 )
 from fedvi.local import sgd
@@ -46,9 +47,6 @@ def fedbabu(task: Task) -> Algorithm:
     def personalise(key, server, client, data):
         return finetune(task, key, server, data)
 
-    def personal_predictive(key, server, params, x, mask):
-        return log_probabilities(model, params, x, mask)[None]
-
     return Algorithm(
         name="fedbabu",
         init=model.init,
@@ -56,5 +54,5 @@ def fedbabu(task: Task) -> Algorithm:
         server_update=server_update,
         global_predictive=global_predictive,
         personalise=personalise,
-        personal_predictive=personal_predictive,
+        personal_predictive=predict_with_params(model),
     )

@@ -13,6 +13,7 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
     classification_loss,
     log_probabilities,
+    predict_with_params,
     require_body,
 )
 from fedvi.distributions import mixture
@@ -180,9 +181,6 @@ def fedhb_mixture(
         params = {"body": body, "head": server.head}
         return sgd(train_key, 0, params, data, task.finetuning, loss)[0]
 
-    def personal_predictive(key, server, params, x, mask):
-        return log_probabilities(model, params, x, mask)[None]
-
     return Algorithm(
         name="fedhb_mixture",
         init=init,
@@ -190,7 +188,7 @@ def fedhb_mixture(
         server_update=server_update,
         global_predictive=global_predictive,
         personalise=personalise,
-        personal_predictive=personal_predictive,
+        personal_predictive=predict_with_params(model),
     )
 
 

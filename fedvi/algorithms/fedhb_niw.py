@@ -14,6 +14,7 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
     classification_loss,
     log_probabilities,
+    predict_with_params,
     quadratic_penalty,
     require_body,
 )
@@ -177,9 +178,6 @@ def fedhb_niw(
             proximal if joint else None,
         )[0]
 
-    def personal_predictive(key, server, params, x, mask):
-        return log_probabilities(model, params, x, mask)[None]
-
     return Algorithm(
         name="fedhb_niw",
         init=init,
@@ -187,7 +185,7 @@ def fedhb_niw(
         server_update=server_update,
         global_predictive=global_predictive,
         personalise=personalise,
-        personal_predictive=personal_predictive,
+        personal_predictive=predict_with_params(model),
     )
 
 
