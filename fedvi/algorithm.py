@@ -68,7 +68,8 @@ class Aggregate(NamedTuple):
       statistics: sum over participants of weight × statistics.
       weight: [] sum of the weights.
       participants: [] N_f, participants whose upload arrived: neither empty nor
-        failed. At least 1: without any, the server's state stays as it is.
+        failed. At least 1: without any, or with all weights 0, the server's state
+        stays as it is.
       population: N, clients that hold training data.
     """
 

@@ -1,5 +1,6 @@
 """The federated round: the only place that knows that there are many clients."""
 
+import numbers
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from fedvi import checks, contract
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
 from fedvi.cohort import map_reduce
 from fedvi.data import ClientData
@@ -91,7 +93,8 @@ class Federation:
 
     Raises:
       ValueError: a selection for another number of clients, train and test of
-        different numbers of clients, or no training example at all.
+        different numbers of clients, no training example at all, a size below 1, or
+        an algorithm that breaks the contract (`fedvi.contract`).
     """
 
     def __init__(
@@ -111,19 +114,21 @@ class Federation:
                 f"test holds {test.size.shape[0]} clients and train {clients}: they "
                 "must be the same clients"
             )
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1, or None")
+        if chunk_size is not None:
+            checks.at_least("chunk_size", chunk_size, 1)
+        checks.at_least("eval_batch_size", eval_batch_size, 1)
         self.population = int((train.size > 0).sum())
         if self.population == 0:
             raise ValueError("train holds no example: every client is empty")
         self.clients = clients
         self.algorithm = algorithm
         self.selection = selection or full(clients)
-        if self.selection.size > clients:
+        if self.selection.clients != clients:
             raise ValueError(
-                f"selection.size={self.selection.size} exceeds the {clients} clients "
-                "of train"
+                f"selection chooses from {self.selection.clients} clients, but train "
+                f"holds {clients}"
             )
+        contract.check(algorithm, train, test, self.population)
         self.train = jax.tree.map(jnp.asarray, train)
         self.test = jax.tree.map(jnp.asarray, test)
         self.eval_batch_size = eval_batch_size
@@ -148,6 +153,8 @@ class Federation:
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
+        if not isinstance(n, numbers.Integral) or n < 1:
+            raise ValueError(f"n={n!r} must be a whole number of rounds, at least 1")
         return self._jit_rounds(state, self.train, n=n)
 
     def evaluate(self, state: State) -> Scores:
@@ -199,7 +206,7 @@ class Federation:
             )
         key = derive(state.key, Purpose.SERVER_UPDATE, round)
         server = jax.lax.cond(
-            participants > 0,
+            sums["weight"] > 0,
             lambda: algorithm.server_update(key, round, state.server, aggregate),
             lambda: state.server,
         )

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedvi import checks
+
 __all__ = [
     "Batch",
     "LocalTraining",
@@ -41,6 +43,14 @@ class LocalTraining(NamedTuple):
     learning_rate: float | Callable = 0.1
     momentum: float = 0.9
     augment: Callable | None = None
+
+    def check(self) -> None:
+        """Raises `ValueError` for a value outside its range."""
+        checks.at_least("epochs", self.epochs, 0)
+        checks.at_least("batch_size", self.batch_size, 1)
+        checks.fraction("momentum", self.momentum)
+        if not callable(self.learning_rate):
+            checks.positive("learning_rate", self.learning_rate)
 
     def learning_rate_at(self, round):
         """The learning rate in a round."""
@@ -88,7 +98,11 @@ def fold_minibatches(
 
     Returns:
       The carry after the last step.
+
+    Raises:
+      ValueError: a hyper-parameter outside its range.
     """
+    training.check()
     capacity = data.x.shape[0]
     batch_size = min(training.batch_size, capacity)
     batches = -(-data.size // batch_size)

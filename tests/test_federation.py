@@ -70,7 +70,7 @@ def number_clients(state):
 
 def fixed(ids) -> Selection:
     ids = jnp.asarray(ids, jnp.int32)
-    return Selection(len(ids), lambda key, round, scores: ids)
+    return Selection(7, len(ids), lambda key, round, scores: ids)
 
 
 def numpy_mean(train, ids):
@@ -111,7 +111,7 @@ def test_a_client_with_nan_is_left_out_and_reported(train, test, reduce):  # C16
 
 def test_states_of_absent_clients_survive_unchanged(train, test):  # C7
     cohorts = jnp.array([[2, 0], [1, 0], [2, 1]])
-    selection = Selection(2, lambda key, round, scores: cohorts[round])
+    selection = Selection(7, 2, lambda key, round, scores: cohorts[round])
     federation = Federation(mean_of_data(), train, test, selection=selection)
     start = federation.init(jax.random.key(0))
     before = jax.device_get(jax.random.key_data(start.clients["key"]))
@@ -234,7 +234,7 @@ def test_a_selection_may_ask_for_scores(train, test):
         score=lambda key, server, client, data: data.size.astype(jnp.float32)
     )
     federation = Federation(
-        algorithm, train, test, selection=Selection(2, select, needs_scores=True)
+        algorithm, train, test, selection=Selection(7, 2, select, needs_scores=True)
     )
     _, metrics = federation.round(federation.init(jax.random.key(0)))
     assert set(metrics.client_ids.tolist()) == {0, 5}
@@ -250,5 +250,23 @@ def test_mistakes_are_named_before_compilation(train, test):
         Federation(algorithm, empty, test)
     with pytest.raises(ValueError, match="chunk_size=0"):
         Federation(algorithm, train, test, chunk_size=0)
-    with pytest.raises(ValueError, match="selection.size=8 exceeds the 7"):
-        Federation(algorithm, train, test, selection=fixed(range(8)))
+    with pytest.raises(ValueError, match="eval_batch_size=0"):
+        Federation(algorithm, train, test, eval_batch_size=0)
+    with pytest.raises(ValueError, match="selection chooses from 40 clients, .* 7"):
+        Federation(algorithm, train, test, selection=uniform(40, 5))
+    federation = Federation(algorithm, train, test)
+    with pytest.raises(ValueError, match="n=1.5 must be a whole number of rounds"):
+        federation.rounds(federation.init(jax.random.key(0)), 1.5)
+
+
+def test_a_cohort_of_weight_zero_changes_nothing(train, test):
+    algorithm = mean_of_data()
+
+    def client_update(*args):
+        return algorithm.client_update(*args)._replace(weight=0.0)
+
+    federation = Federation(
+        algorithm._replace(client_update=client_update), train, test
+    )
+    state, _ = federation.round(federation.init(jax.random.key(0)))
+    assert state.server == -5.0

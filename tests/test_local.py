@@ -154,3 +154,19 @@ def test_augmentation_sees_raw_batches_and_its_own_keys():
     )
     assert seen[0] == (jnp.uint8, (2, 3))
     assert len(np.unique(batches, axis=0)) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", -1),
+        ("batch_size", 0),
+        ("momentum", 1.0),
+        ("learning_rate", -1.0),
+    ],
+)
+def test_hyper_parameters_outside_their_range_are_named(field, value):
+    training = LocalTraining()._replace(**{field: value})
+    data = ClientData(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32), jnp.int32(2))
+    with pytest.raises(ValueError, match=f"{field}={value!r} must"):
+        fold_minibatches(jax.random.key(0), data, training, None, 0)

@@ -27,7 +27,7 @@ def test_uniform_of_everyone_is_full_participation():
     np.testing.assert_array_equal(ids, np.arange(4))
 
 
-@pytest.mark.parametrize("participants", [0, 7, -1])
+@pytest.mark.parametrize("participants", [0, 7, -1, 2.5])
 def test_more_participants_than_clients_is_refused(participants):
     with pytest.raises(ValueError, match=rf"participants={participants}.*\(6\)"):
         uniform(6, participants)

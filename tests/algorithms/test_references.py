@@ -34,7 +34,7 @@ def test_centralised_on_one_client_is_that_clients_training(task, train, test):
     one_step = task._replace(
         training=task.training._replace(epochs=1, batch_size=20, momentum=0.0)
     )
-    only = Selection(1, lambda key, round, scores: jnp.array([0], jnp.int32))
+    only = Selection(7, 1, lambda key, round, scores: jnp.array([0], jnp.int32))
     params = []
     for builder in (centralised, fedavg):
         federation = Federation(builder(one_step), train, test, selection=only)
@@ -44,7 +44,7 @@ def test_centralised_on_one_client_is_that_clients_training(task, train, test):
 
 
 def test_local_clients_keep_their_own_models(task, train, test):
-    cohort = Selection(2, lambda key, round, scores: jnp.array([0, 3], jnp.int32))
+    cohort = Selection(7, 2, lambda key, round, scores: jnp.array([0, 3], jnp.int32))
     federation = Federation(local_only(task), train, test, selection=cohort)
     start = federation.init(KEY)
     common = jax.device_get(start.server.params)

@@ -1,0 +1,110 @@
+"""Whether an algorithm keeps the contract, found out from shapes alone.
+
+A user's slip in one function would otherwise show as an error deep inside a scan.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedvi import checks
+from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, StackedAggregate
+
+__all__ = ["check"]
+
+
+def check(algorithm: Algorithm, train, test, population: int) -> None:
+    """Traces every function of an algorithm once; compiles nothing.
+
+    Args:
+      algorithm: to be checked.
+      train: stacked `ClientData` `[clients, ...]`.
+      test: stacked `ClientData` `[clients, ...]`.
+      population: N.
+
+    Raises:
+      ValueError: names the function, what it returned and what it should.
+    """
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(
+            f"algorithm={type(algorithm).__name__} must be a fedvi.Algorithm: a "
+            "builder returns one"
+        )
+    checks.one_of("reduce", algorithm.reduce, ("sum", "stack"))
+    key, round = jax.random.key(0), jnp.int32(0)
+    data = _one_client(train)
+    server = jax.eval_shape(algorithm.init, key)
+    client = jax.eval_shape(algorithm.init_client, key, server)
+    output = jax.eval_shape(
+        lambda *args: _as_output(algorithm.client_update(*args)),
+        key,
+        round,
+        jax.eval_shape(algorithm.broadcast, server),
+        client,
+        data,
+    )
+    if output is None:
+        raise ValueError("client_update must return a fedvi.ClientOutput")
+    _same("client_update", "ClientOutput.client", client, output.client)
+    after = jax.eval_shape(
+        lambda server, uploads: algorithm.server_update(
+            key, round, server, _aggregate(algorithm, uploads, population)
+        ),
+        server,
+        output,
+    )
+    _same("server_update", "the server's state", server, after)
+    examples = _one_client(test)
+    batch = (examples.x, jnp.ones(examples.y.shape, bool))
+    personal = jax.eval_shape(algorithm.personalise, key, server, client, data)
+    for name, arguments in (
+        ("global_predictive", (key, server, *batch)),
+        ("personal_predictive", (key, server, personal, *batch)),
+    ):
+        shape = jnp.shape(jax.eval_shape(getattr(algorithm, name), *arguments))
+        if len(shape) != 3 or shape[1] != examples.y.shape[0]:
+            raise ValueError(
+                f"{name} returns shape {shape} for {examples.y.shape[0]} examples: "
+                "return log-probabilities [samples, batch, classes]"
+            )
+
+
+def _one_client(data):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), data)
+
+
+def _as_output(output: Any) -> ClientOutput | None:
+    if not isinstance(output, ClientOutput):
+        return None
+    return output._replace(weight=jnp.asarray(output.weight, jnp.float32))
+
+
+def _aggregate(algorithm, output, population):
+    """What the server would get from a cohort of this one client."""
+    one = jnp.ones(())
+    if algorithm.reduce == "sum":
+        return Aggregate(output.statistics, output.weight, one, population)
+    stacked = jax.tree.map(lambda s: s[None], output.statistics)
+    ids = jnp.zeros(1, jnp.int32)
+    return StackedAggregate(stacked, output.weight[None], ids, one, population)
+
+
+def _same(function: str, what: str, expected, found) -> None:
+    """Structure, shapes and types of two pytrees of shapes must agree."""
+    if jax.tree.structure(expected) != jax.tree.structure(found):
+        raise ValueError(
+            f"{function} changes the structure of {what}: expected "
+            f"{jax.tree.structure(expected)}, got {jax.tree.structure(found)}"
+        )
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(expected),
+        jax.tree.leaves(found),
+        strict=True,
+    )
+    for (path, old), new in leaves:
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise ValueError(
+                f"{function} changes {what} at {jax.tree_util.keystr(path)}: expected "
+                f"{old.dtype}{list(old.shape)}, got {new.dtype}{list(new.shape)}"
+            )

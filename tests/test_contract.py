@@ -1,0 +1,61 @@
+"""A slip in a user's algorithm is named before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedvi import contract
+from fedvi.algorithm import ClientOutput
+from fedvi.algorithms import fedavg, local_only
+
+
+def broken(algorithm, **functions):
+    return algorithm._replace(**functions)
+
+
+def test_a_good_algorithm_passes(task, train, test):
+    for builder in (fedavg, local_only):
+        contract.check(builder(task), train, test, 6)
+
+
+def test_slips_are_named(task, train, test):
+    good, personal = fedavg(task), local_only(task)
+
+    def no_output(key, round, server, client, data):
+        return server.params
+
+    def forgets_client(key, round, server, client, data):
+        return ClientOutput((), 1.0)
+
+    def half(key, round, server, aggregate):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), server)
+
+    def other_state(key, round, server, aggregate):
+        return server.params
+
+    def no_samples(key, server, x, mask):
+        return task.model.apply(server.params, x, mask)
+
+    for algorithm, message in (
+        (object(), "algorithm=object must be a fedvi.Algorithm"),
+        (broken(good, reduce="mean"), r"reduce='mean' must be one of \['sum', 'stack'"),
+        (broken(good, client_update=no_output), "must return a fedvi.ClientOutput"),
+        (
+            broken(personal, client_update=forgets_client),
+            "client_update changes the structure of ClientOutput.client",
+        ),
+        (
+            broken(good, server_update=half),
+            r"server_update changes the server's state at .*float32.*bfloat16",
+        ),
+        (
+            broken(good, server_update=other_state),
+            "server_update changes the structure of the server's state",
+        ),
+        (
+            broken(good, global_predictive=no_samples),
+            r"global_predictive returns shape \(10, 3\) for 10 examples",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract.check(algorithm, train, test, 6)
