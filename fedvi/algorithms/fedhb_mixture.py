@@ -43,6 +43,7 @@ def fedhb_mixture(
     components: int = 2,
     variance: float = 0.1,
     start: Literal["centre", "likelihood"] = "likelihood",
+    prior_mean: Literal["zero", "previous"] = "previous",
     init_spread: float = 1.0,
     penalty_scale: float = 1.0,
 ) -> Algorithm:
@@ -63,6 +64,9 @@ def fedhb_mixture(
         prototypes; `likelihood`, the prototype with the least loss on the client's own
         data, which was better at five local epochs and equal at one (Fashion-MNIST and
         MNIST, a held-out part of the training data).
+      prior_mean: `zero`: the paper's μ_j ~ N(0, I), whose pull shrinks every prototype
+        by mass / (mass + σ² N_f/N) in each round; `previous`: the prior is centred at
+        the prototype's last value.
       init_spread: how far apart the prototypes start: r_j = r + spread (r'_j - r), r
         and r'_j independent draws of the model's initialiser. 1: independent
         networks; towards 0: near each other.
@@ -74,6 +78,7 @@ def fedhb_mixture(
     checks.at_least("components", components, 1)
     checks.positive("variance", variance)
     checks.one_of("start", start, ("centre", "likelihood"))
+    checks.one_of("prior_mean", prior_mean, ("zero", "previous"))
     checks.at_least("init_spread", init_spread, 0)
     checks.at_least("penalty_scale", penalty_scale, 0)
     require_body(task, "fedhb_mixture")
@@ -154,6 +159,7 @@ def fedhb_mixture(
             aggregate.statistics["mass"],
             server.prototypes,
             variance=variance,
+            prior_mean=server.prototypes if prior_mean == "previous" else None,
             participants=aggregate.participants,
             population=aggregate.population,
         )

@@ -77,12 +77,15 @@ def m_step(
     prototypes: chex.ArrayTree,
     *,
     variance: float,
+    prior_mean: chex.ArrayTree | None = None,
     participants: chex.Numeric,
     population: int,
 ) -> chex.ArrayTree:
     """The new prototypes (M-step of Eq. 24, for a part of the clients as in Alg. 4).
 
-        r_j = (1/N_f Σ_i c(j|i) m_i) / (σ²/N + 1/N_f Σ_i c(j|i))
+        r_j = (σ²/N ν_j + 1/N_f Σ_i c(j|i) m_i) / (σ²/N + 1/N_f Σ_i c(j|i))
+
+    for the prior μ_j ~ N(ν_j, I). The paper has ν = 0.
 
     A prototype with less than `EMPTY_MASS` keeps its value, where the formula would
     send it to zero and lose a network. The objective (Eq. 23) still never rises: the
@@ -93,6 +96,7 @@ def m_step(
       mass: Σ_i c(j|i) over the participants, [components].
       prototypes: the current r, leaves `[components, ...]`.
       variance: σ², a Python number.
+      prior_mean: ν, structure of `prototypes`; None: zero.
       participants: [] N_f, may be traced.
       population: N.
 
@@ -102,14 +106,20 @@ def m_step(
     _check(variance)
     prior = variance * participants / population
 
-    def component(total, mass, prototype):
+    if prior_mean is None:
+        prior_mean = jax.tree.map(jnp.zeros_like, prototypes)
+
+    def component(total, mass, prototype, centre):
         empty = mass < EMPTY_MASS
         weight = jnp.where(empty, 1.0, prior + mass)
         return jax.tree.map(
-            lambda t, r: jnp.where(empty, r, t / weight), total, prototype
+            lambda t, r, v: jnp.where(empty, r, (prior * v + t) / weight),
+            total,
+            prototype,
+            centre,
         )
 
-    return jax.vmap(component)(weighted_sum, mass, prototypes)
+    return jax.vmap(component)(weighted_sum, mass, prototypes, prior_mean)
 
 
 def _log_kernels(params, prototypes, variance):

@@ -28,6 +28,7 @@ def test_unknown_names_and_options_are_named(task):
         ("fedhb_mixture", "components", 0),
         ("fedhb_mixture", "variance", 0.0),
         ("fedhb_mixture", "start", "zero"),
+        ("fedhb_mixture", "prior_mean", "one"),
         ("fedhb_mixture", "init_spread", -1.0),
         ("fedhb_mixture", "penalty_scale", -1.0),
     ],

@@ -70,7 +70,7 @@ def random_bodies(task, count, seed=0):
 
 def test_one_prototype_is_the_shrunk_mean(task):
     variance = 0.3
-    algorithm = fedhb_mixture(task, components=1, variance=variance)
+    algorithm = fedhb_mixture(task, components=1, variance=variance, prior_mean="zero")
     server, bodies = algorithm.init(KEY), random_bodies(task, 4)
     statistics = statistics_of(bodies, [jnp.ones(1)] * 4, server.gate["body"])
     count = jnp.float32(4)
@@ -80,6 +80,26 @@ def test_one_prototype_is_the_shrunk_mean(task):
     expected = jax.tree.map(lambda *leaves: sum(leaves) / (4 + variance), *bodies)
     assert_close(component(new.prototypes, 0), expected)
     assert_close(new.gate, server.gate)
+
+
+def test_the_previous_prototype_as_prior_is_a_moving_average(task):
+    variance = 0.3
+    algorithm = fedhb_mixture(
+        task, components=1, variance=variance, prior_mean="previous"
+    )
+    server, bodies = algorithm.init(KEY), random_bodies(task, 4)
+    statistics = statistics_of(bodies, [jnp.ones(1)] * 4, server.gate["body"])
+    count = jnp.float32(4)
+    # Half of the population took part: the prior weighs σ² N_f/N.
+    new = algorithm.server_update(
+        KEY, 0, server, Aggregate(statistics, count, count, 8)
+    )
+    expected = jax.tree.map(
+        lambda r, *leaves: (variance / 2 * r[0] + sum(leaves)) / (4 + variance / 2),
+        server.prototypes,
+        *bodies,
+    )
+    assert_close(component(new.prototypes, 0), expected)
 
 
 def test_an_empty_prototype_is_kept(task):
