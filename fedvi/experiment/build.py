@@ -1,13 +1,16 @@
 """From a configuration to data, model, algorithm and federation."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedvi import algorithms, data, nn, selection
+from fedvi import algorithms, checks, data, nn, selection
 from fedvi.algorithm import Algorithm, Task
 from fedvi.cohort import clients_mesh
 from fedvi.data import FederatedData
@@ -21,9 +24,11 @@ __all__ = [
     "check_algorithm",
     "experiment",
     "federation",
+    "identity",
     "load_data",
     "mesh",
     "on_devices",
+    "resolve",
 ]
 
 
@@ -43,17 +48,58 @@ class LoadedData(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """All that a configuration stands for, but for the way it is run."""
+    """All that a configuration stands for, but for the way it is run.
+
+    `data_sha256` is that of all clients' examples (hex).
+    """
 
     config: ExperimentConfig
     data: FederatedData
+    data_sha256: str
     task: Task
     algorithm: Algorithm
     participants: int
 
 
+def resolve(
+    config: ExperimentConfig, builder: Callable[..., Algorithm] | None = None
+) -> ExperimentConfig:
+    """The configuration with every option of its algorithm, defaults included.
+
+    Args:
+      config: the configuration.
+      builder: as in `experiment`.
+
+    Raises:
+      ValueError: an unknown algorithm, or an option that it does not take.
+    """
+    if builder is None:
+        check_algorithm(config)
+        builder = algorithms.ALGORITHMS[config.algorithm]
+    defaults = {
+        option: parameter.default
+        for option, parameter in inspect.signature(builder).parameters.items()
+        # A user's own builder may have others, which JSON cannot hold.
+        if isinstance(parameter.default, (bool, int, float, str, type(None)))
+    }
+    return dataclasses.replace(config, options=defaults | config.options)
+
+
+def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, Any]:
+    """What two stretches of one run must agree on: settings and data, not paths.
+
+    Args:
+      config: of `ExperimentConfig.to_dict`.
+      data_sha256: of the clients' examples.
+    """
+    settings = {k: v for k, v in config.items() if k not in ("data_file", "data_dir")}
+    return settings | {"data_sha256": data_sha256}
+
+
 def load_data(config: ExperimentConfig) -> LoadedData:
     """Loads, checks and partitions the data.
+
+    Options of other partitions than the chosen one are ignored.
 
     Raises:
       ValueError: missing or invalid data, a partition that they do not allow, or
@@ -67,12 +113,15 @@ def load_data(config: ExperimentConfig) -> LoadedData:
             f"augment=True needs images, but {config.dataset!r} holds features of "
             f"shape {dataset.train_x.shape[1:]}: give --noaugment"
         )
+    checks.one_of("partition", config.partition, data.PARTITIONS)
+    taken = inspect.signature(data.PARTITIONS[config.partition]).parameters
+    given = config.partition_options()
     partition = data.partition(
         config.partition,
         dataset,
         clients=config.clients or None,
         seed=config.partition_seed,
-        **config.partition_options(),
+        **{option: value for option, value in given.items() if option in taken},
     )
     federated = data.federate(dataset, partition)
     if config.validation_fraction:
@@ -152,7 +201,16 @@ def experiment(
     else:
         algorithm = builder(task, **config.options)
     cohort = participants(clients, config.fraction)
-    return Experiment(config, federated, task, algorithm, cohort)
+    return Experiment(config, federated, _sha256(federated), task, algorithm, cohort)
+
+
+def _sha256(federated: FederatedData) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves((federated.train, federated.test)):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
 def mesh(devices: int | None) -> Mesh:

@@ -217,8 +217,8 @@ def _mismatch(
         difference = "; ".join(differing) or difference
     return (
         f"checkpoint {path} belongs to another configuration: {difference}. Resume "
-        "with the saved configuration, or start a new run: another run folder, or "
-        "overwrite this one"
+        "with the saved configuration and data, or start a new run: another run "
+        "folder, or overwrite this one"
     )
 
 

@@ -17,6 +17,8 @@ PARTITION_OPTIONS = (
     "classes_per_client",
     "train_per_class",
     "test_per_class",
+    "pool",
+    "retries",
 )
 
 
@@ -80,6 +82,14 @@ class ExperimentConfig:
     )
     test_per_class: int | None = _setting(
         None, "Test examples a client and class (class_subsets).", at_least=1
+    )
+    pool: bool | None = _setting(
+        None,
+        "Deal from both splits pooled, so that training images may come from the "
+        "official test split (class_subsets).",
+    )
+    retries: int | None = _setting(
+        None, "Draws until every client has min_size (dirichlet).", at_least=1
     )
     partition_seed: int = _setting(
         0, "Seed of the partition, the same for all seeds of a run.", at_least=0

@@ -7,9 +7,10 @@ registered algorithm, and a few of the command line's own.
 import dataclasses
 import inspect
 import os
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,18 +30,36 @@ _ENUMS = {"partition": PARTITIONS, "model": MODELS}
 _UNSET = inspect.Parameter.empty
 
 
-class _NumbersParser(flags.ArgumentParser):
-    """Numbers separated by commas."""
-
-    syntactic_help = "numbers separated by commas"
+class _NumberParser(flags.ArgumentParser):
+    """An int or a float; absl's own parsers leave the message to Python."""
 
     def __init__(self, kind: type):
         super().__init__()
         self._kind = kind
+        self.syntactic_help = "an integer" if kind is int else "a number"
+
+    def parse(self, argument) -> int | float:
+        try:
+            return self._kind(argument)
+        except ValueError:
+            raise ValueError(f"value should be {self.syntactic_help}") from None
+
+
+class _NumbersParser(flags.ArgumentParser):
+    """Numbers separated by commas."""
+
+    def __init__(self, kind: type):
+        super().__init__()
+        self._kind = kind
+        number = "integers" if kind is int else "numbers"
+        self.syntactic_help = f"{number} separated by commas"
 
     def parse(self, argument) -> tuple:
         parts = argument.split(",") if isinstance(argument, str) else argument
-        return tuple(self._kind(part) for part in parts if part != "")
+        try:
+            return tuple(self._kind(part) for part in parts if part != "")
+        except ValueError:
+            raise ValueError(f"value should be {self.syntactic_help}") from None
 
 
 class _AlgorithmsParser(flags.ArgumentParser):
@@ -174,10 +193,10 @@ def _define_one(name: str, hint: Any, default: Any, help: str, flag_values) -> N
         flags.DEFINE(parser, name, default, help, flag_values, serializer)
     elif kinds == [bool]:
         flags.DEFINE_boolean(name, default, help, flag_values=flag_values)
-    elif kinds == [int]:
-        flags.DEFINE_integer(name, default, help, flag_values=flag_values)
-    elif kinds == [float]:
-        flags.DEFINE_float(name, default, help, flag_values=flag_values)
+    elif kinds in ([int], [float]):
+        parser = _NumberParser(kinds[0])
+        serializer = flags.ArgumentSerializer()
+        flags.DEFINE(parser, name, default, help, flag_values, serializer)
     elif str in kinds:
         flags.DEFINE_string(name, default, help, flag_values=flag_values)
     else:
@@ -211,12 +230,27 @@ def _define_option(option: str, takers: dict[str, inspect.Parameter], flag_value
             f"option {option} is annotated differently in {', '.join(takers)}: it can "
             "be one flag only if they agree"
         )
-    defaults = ", ".join(
-        name if parameter.default is _UNSET else f"{name} ({parameter.default})"
-        for name, parameter in takers.items()
+    algorithms_of: dict[str, list[str]] = {}
+    for name, parameter in takers.items():
+        default = "" if parameter.default is _UNSET else f" ({parameter.default})"
+        meaning = _meaning(ALGORITHMS[name], option)
+        algorithms_of.setdefault(meaning, []).append(name + default)
+    help = " ".join(
+        f"Option of {', '.join(names)}{': ' if meaning else '.'}{meaning}"
+        for meaning, names in algorithms_of.items()
     )
-    help = f"Option of {defaults}."
     _define_one(option, hint, None, help, flag_values)
+
+
+def _meaning(builder: Callable, option: str) -> str:
+    """First sentence of an option's entry in the builder's docstring; may be empty."""
+    entry = re.search(
+        rf"^Args:$.*?^  {option}: (.+?)(?=^ {{0,2}}\S|^\s*$|\Z)",
+        inspect.getdoc(builder) or "",
+        re.DOTALL | re.MULTILINE,
+    )
+    text = " ".join(entry[1].split()) if entry else ""
+    return re.sub(r"\. [A-Z].*", ".", text)
 
 
 def _flagfile_stem(argv: Sequence[str]) -> str | None:

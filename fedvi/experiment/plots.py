@@ -17,6 +17,7 @@ __all__ = ["learning_curves", "reliability_diagram"]
 # From the palette of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MODELS = {"global": "-", "personal": "--"}
+_BAND = "± std over seeds"
 _PANELS = {"accuracy": "accuracy (%)", "nll": "NLL (nats)"}
 
 
@@ -54,8 +55,10 @@ def learning_curves(
     for axis, (metric, label) in zip(figure.subplots(1, 2), _PANELS.items()):
         handles |= _curves(axis, methods, metric)
         axis.set(xlabel="round", ylabel=label)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         _tidy(axis)
+    if _BAND in handles:
+        handles[_BAND] = handles.pop(_BAND)  # last in the legend
     _legend(figure, handles.values(), handles.keys(), columns=4)
     figure.suptitle(title)
     _save(figure, path)
@@ -63,7 +66,11 @@ def learning_curves(
 
 
 def reliability_diagram(
-    path: str | Path, models: Mapping[str, Mapping[str, np.ndarray]]
+    path: str | Path,
+    models: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    ece: Mapping[str, float] | None = None,
+    title: str = "",
 ) -> bool:
     """Draws accuracy against confidence per bin, one column per model.
 
@@ -75,6 +82,9 @@ def reliability_diagram(
       path: the PNG to write.
       models: name to what `fedvi.evaluation.reliability` returns, for instance
         `{"global": ..., "personal": ...}`.
+      ece: name to the ECE to write above its diagram, a fraction, for instance the
+        mean over seeds; default: the one of the table that is drawn.
+      title: over the figure.
 
     Returns:
       False if matplotlib is not installed (the `plots` extra): nothing is drawn.
@@ -91,12 +101,15 @@ def reliability_diagram(
         2, len(models), squeeze=False, sharex=True, height_ratios=(3, 1)
     )
     for (name, figures), (above, below) in zip(models.items(), axes.T):
-        _reliability_column(name, figures, above, below)
+        error = _reliability_column(figures, above, below)
+        shown = error if ece is None else ece[name]
+        above.set_title(f"{name}: ECE {100 * shown:.2f} %")
     handles, labels = [], []
     for axis in axes[:, 0]:
         more = axis.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
     _legend(figure, handles, labels, columns=min(3, len(models) + 1))
+    figure.suptitle(title)
     _save(figure, path)
     return True
 
@@ -104,7 +117,7 @@ def reliability_diagram(
 def _curves(
     axis: Any, methods: Mapping[str, Sequence[Mapping[str, Any]]], metric: str
 ) -> dict[str, Any]:
-    """Draws one metric of every method and model; returns label to line."""
+    """Draws one metric of every method and model; returns label to line or band."""
     handles = {}
     for number, (method, rows) in enumerate(methods.items()):
         for offset, (model, style) in enumerate(_MODELS.items()):
@@ -118,16 +131,18 @@ def _curves(
             (line,) = axis.plot(
                 rounds, mean, style, color=colour, marker=marker, markersize=3
             )
-            axis.fill_between(
-                rounds, mean - std, mean + std, color=colour, alpha=0.2, lw=0
-            )
             handles[f"{method} {model}".strip()] = line
+            if std.any():
+                handles[_BAND] = axis.fill_between(
+                    rounds, mean - std, mean + std, color=colour, alpha=0.2, lw=0
+                )
     return handles
 
 
 def _reliability_column(
-    name: str, figures: Mapping[str, np.ndarray], above: Any, below: Any
-) -> None:
+    figures: Mapping[str, np.ndarray], above: Any, below: Any
+) -> float:
+    """Draws one model's two axes; returns its ECE, a fraction."""
     full = figures["count"] > 0
     # A model whose predictions are all NaN has empty bins: its diagram is empty too.
     share = figures["count"] / max(figures["count"].sum(), 1.0)
@@ -136,7 +151,6 @@ def _reliability_column(
     centre = edges[:-1][full] + width / 2
     accuracy, confidence = figures["accuracy"][full], figures["confidence"][full]
     gap = np.abs(confidence - accuracy)
-    ece = 100.0 * np.sum(share[full] * gap) if full.any() else np.nan
 
     above.bar(centre, accuracy, width, color=_COLOURS[4], ec="white", label="accuracy")
     above.bar(
@@ -152,7 +166,6 @@ def _reliability_column(
     )
     above.plot([0, 1], [0, 1], "--", color="0.4", lw=1, label="perfect calibration")
     above.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-    above.set_title(f"{name}: ECE {ece:.2f} %")
     below.bar(edges[:-1] + width / 2, 100 * share, width, color="0.7", ec="white")
     means = {"mean accuracy": (accuracy, "-"), "mean confidence": (confidence, ":")}
     for label, (values, style) in means.items():
@@ -162,6 +175,7 @@ def _reliability_column(
     below.set(xlabel="confidence", ylabel="examples (%)")
     _tidy(above)
     _tidy(below)
+    return float(np.sum(share[full] * gap)) if full.any() else np.nan
 
 
 def _over_seeds(

@@ -21,11 +21,11 @@ class Problems:
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None):
-        saved = saved or {"empty": {}, "failed": {}, "lost_rounds": 0}
+        saved = saved or {"empty": {}, "failed": {}, "lost_rounds": {}}
         # JSON has turned the ids into strings.
         self._empty = Counter({int(k): v for k, v in saved["empty"].items()})
         self._failed = Counter({int(k): v for k, v in saved["failed"].items()})
-        self._lost_rounds = saved["lost_rounds"]
+        self._lost = Counter({int(k): v for k, v in saved["lost_rounds"].items()})
 
     def add(self, first_round: int, seeds: Sequence[int], metrics: RoundMetrics):
         """Counts a block of rounds.
@@ -60,15 +60,17 @@ class Problems:
                     f"WARNING: seed {seed}: no participant's upload counted in "
                     f"{_several('round', rounds)}; the server stayed as it was"
                 )
-            self._lost_rounds += int(lost.sum())
+                self._lost[seed] += int(lost.sum())
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Participations by client id, over all rounds and seeds, as JSON holds it."""
+        """Participations by client id, over all rounds and seeds, and lost rounds by
+        seed, as JSON holds it.
+        """
         return {
             "empty": {str(k): self._empty[k] for k in sorted(self._empty)},
             "failed": {str(k): self._failed[k] for k in sorted(self._failed)},
-            "lost_rounds": self._lost_rounds,
+            "lost_rounds": {str(k): self._lost[k] for k in sorted(self._lost)},
         }
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "RUN_FILES",
     "SUMMARY",
     "Recorder",
+    "make_folder",
     "prepare",
     "table",
 ]
@@ -70,7 +72,7 @@ def prepare(
         raise ValueError(
             f"run_dir={run_dir}: --overwrite and --resume exclude each other; give one"
         )
-    if not run_dir.exists():
+    if not os.path.exists(run_dir):  # Path.exists may raise: permissions, long names
         return False
     if not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file: give the name of a folder")
@@ -89,6 +91,23 @@ def prepare(
             "--run_dir"
         )
     return bool(found)
+
+
+def make_folder(run_dir: str | Path) -> None:
+    """Makes the run folder, if missing.
+
+    Raises:
+      ValueError: it cannot be made or written to.
+    """
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={run_dir} cannot be made or written to "
+            f"({error.strerror}): give another --run_dir"
+        ) from error
 
 
 class Recorder:

@@ -15,7 +15,7 @@ from fedvi.experiment import build, plan, recorder, tensorboard
 from fedvi.experiment.build import Experiment, LoadedData
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.programs import Programs, state_shapes
-from fedvi.experiment.recorder import prepare, table
+from fedvi.experiment.recorder import make_folder, prepare, table
 from fedvi.experiment.session import Session, restore
 from fedvi.experiment.summary import table_rows
 from fedvi.federation import State
@@ -52,19 +52,21 @@ def run(
     config.validate()
     options.validate()
     tensorboard.check(options)
-    if builder is None:
-        build.check_algorithm(config)
+    config = build.resolve(config, builder)
     resuming = not options.overwrite and prepare(options.run_dir, resume=options.resume)
-    if resuming and (finished := _finished(config, options)):
-        print(f"{options.run_dir} holds this run, finished: nothing to do")
-        return finished
     mesh = build.mesh(options.devices)
     experiment = build.experiment(config, builder, loaded)
+    if resuming and (finished := _finished(experiment, options)):
+        print(f"{options.run_dir} holds this run, finished: nothing to do")
+        return finished
+    make_folder(options.run_dir)
     if loaded is None:
         print(class_histogram(experiment.data))
     experiment = build.on_devices(experiment, mesh)
     shapes = state_shapes(build.federation(experiment, 1, mesh), mesh, config.seeds)
-    restored = restore(config, options, shapes) if resuming else None
+    restored = restore(experiment, options, shapes) if resuming else None
+    if options.resume and restored is None:
+        print(f"{options.run_dir} holds no checkpoint: starting with the first round")
     chosen, programs = _plan(experiment, options, mesh, shapes)
     print(chosen.reason)
     if options.overwrite:
@@ -78,25 +80,28 @@ def run(
 def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     """Runs experiments one after another; ends with a table that compares them.
 
-    Mistakes in any of them are found before the first one starts. Data are loaded
-    once for neighbours that differ in the algorithm only.
+    Mistakes in any of them are found before the first one starts: all algorithms are
+    built first. Data are loaded once for neighbours that differ in the algorithm only.
+
+    Returns:
+      What the `summary.json` of each holds; `failed` there says whether a run came to
+      nothing, which its row of the table says too.
 
     Raises:
       ValueError: as `run`.
     """
-    summaries, loaded, loaded_for = [], None, None
     for config, options in runs:
         config.validate()
         options.validate()
         build.check_algorithm(config)
         if not options.overwrite:
             prepare(options.run_dir, resume=options.resume)
+    loaded_for = _shared_data()
+    for config, _ in runs:
+        build.experiment(config, loaded=loaded_for(config))
+    summaries = []
     for config, options in runs:
-        setting = dataclasses.replace(config, algorithm="", options={})
-        finished = not options.overwrite and _finished(config, options)
-        if not finished and setting != loaded_for:
-            loaded, loaded_for = build.load_data(config), setting
-            print(class_histogram(loaded.federated))
+        loaded = loaded_for(config)
         print(f"\n{config.algorithm} on {config.dataset} -> {options.run_dir}")
         summaries.append(run(config, options, loaded=loaded))
     split, rounds = summaries[0]["evaluated_on"], summaries[0]["rounds"]
@@ -108,13 +113,30 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     return summaries
 
 
-def _finished(config: ExperimentConfig, options: RunOptions) -> dict | None:
-    """The summary of this very configuration, if the folder holds one."""
+def _shared_data() -> Callable[[ExperimentConfig], LoadedData]:
+    """A `load_data` that keeps what it loaded last, and shows it."""
+    loaded, loaded_for = None, None
+
+    def load(config):
+        nonlocal loaded, loaded_for
+        setting = dataclasses.replace(config, algorithm="", options={})
+        if setting != loaded_for:
+            loaded, loaded_for = build.load_data(config), setting
+            print(class_histogram(loaded.federated))
+        return loaded
+
+    return load
+
+
+def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
+    """The summary of this very configuration and data, if the folder holds one."""
     path = Path(options.run_dir) / recorder.SUMMARY
     if not path.exists():
         return None
     found = json.loads(path.read_text(encoding="utf-8"))
-    return found if found["config"] == config.to_dict() else None
+    here = build.identity(experiment.config.to_dict(), experiment.data_sha256)
+    there = build.identity(found["config"], found.get("data_sha256"))
+    return found if there == here else None
 
 
 def _plan(

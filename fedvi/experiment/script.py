@@ -1,7 +1,7 @@
 """The start of a script: flags in, runs out, a user's mistake in one line."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import absl.app
@@ -18,11 +18,16 @@ __all__ = ["start"]
 absl.flags.disclaim_key_flags()
 
 
-def start(main: Callable[[list[tuple[ExperimentConfig, RunOptions]]], Any]) -> NoReturn:
+def start(
+    main: Callable[
+        [list[tuple[ExperimentConfig, RunOptions]]], Sequence[Mapping[str, Any]]
+    ],
+) -> NoReturn:
     """Runs a script: defines and parses the flags, calls `main` with the runs.
 
-    A mistake in the flags ends in one line and exit code 2, a `ValueError` of fedvi in
-    one line and exit code 1; everything else keeps its traceback.
+    A mistake in the flags ends in one line and exit code 2; a `ValueError` of fedvi,
+    or a failed run among the summaries that `main` returns, in one line and exit
+    code 1; everything else keeps its traceback.
     """
 
     def parse_or_exit(argv):
@@ -37,7 +42,7 @@ def start(main: Callable[[list[tuple[ExperimentConfig, RunOptions]]], Any]) -> N
             if not absl.flags.FLAGS["verbosity"].present:
                 absl.logging.set_verbosity(absl.logging.WARNING)
             _use_cache(absl.flags.FLAGS.compilation_cache)
-            main(runs)
+            _check(main(runs))
         except absl.flags.Error as error:
             _exit(error, 2)
         except ValueError as error:
@@ -52,7 +57,19 @@ def start(main: Callable[[list[tuple[ExperimentConfig, RunOptions]]], Any]) -> N
     absl.app.run(run, flags_parser=parse_or_exit)
 
 
+def _check(summaries: Sequence[Mapping[str, Any]]) -> None:
+    failed = [one["algorithm"] for one in summaries if one["failed"]]
+    if failed:
+        _exit(
+            f"{', '.join(failed)} failed: the server's state is not finite, or no "
+            "participant's upload counted in any round; a smaller learning_rate may "
+            "help",
+            1,
+        )
+
+
 def _exit(error: Any, code: int) -> NoReturn:
+    sys.stdout.flush()  # the line comes last where both streams go to one file
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(code)
 

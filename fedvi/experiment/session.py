@@ -9,8 +9,8 @@ import numpy as np
 
 from fedvi.evaluation import Scores, reliability
 from fedvi.experiment import checkpoint, plots, recorder, tensorboard
-from fedvi.experiment.build import Experiment
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.build import Experiment, identity
+from fedvi.experiment.config import RunOptions
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.programs import Programs
 from fedvi.experiment.progress import RunProgress
@@ -30,28 +30,27 @@ class Restored(NamedTuple):
 
 
 def restore(
-    config: ExperimentConfig, options: RunOptions, shapes: State
+    experiment: Experiment, options: RunOptions, shapes: State
 ) -> Restored | None:
     """Reads the checkpoint of a run folder; None if the run was stopped before one.
 
     Raises:
-      ValueError: the folder's run belongs to another configuration, or its checkpoint
-        is damaged.
+      ValueError: the folder's run belongs to another configuration or other data, or
+        its checkpoint is damaged.
     """
     run_dir = Path(options.run_dir)
     path = run_dir / recorder.CHECKPOINT
     if not path.exists():
         if (run_dir / recorder.SUMMARY).exists():
             raise ValueError(
-                f"run_dir={run_dir} holds a finished run of another configuration and "
-                "no checkpoint: replace it with --overwrite, or give another --run_dir"
+                f"run_dir={run_dir} holds a finished run of another configuration or "
+                "other data, and no checkpoint: replace it with --overwrite, or give "
+                "another --run_dir"
             )
         return None
+    config = identity(experiment.config.to_dict(), experiment.data_sha256)
     states, saved = checkpoint.restore(
-        path,
-        shapes,
-        fingerprint=checkpoint.fingerprint(config.to_dict()),
-        config=config.to_dict(),
+        path, shapes, fingerprint=checkpoint.fingerprint(config), config=config
     )
     return Restored(states, saved["round"], Problems(saved["problems"]))
 
@@ -161,7 +160,7 @@ class Session:
         self.finite = np.asarray(finite)
 
     def _save(self) -> None:
-        config = self.config.to_dict()
+        config = identity(self.config.to_dict(), self.experiment.data_sha256)
         metadata = {
             "fingerprint": checkpoint.fingerprint(config),
             "config": config,
@@ -191,21 +190,6 @@ class Session:
         """Plots and `summary.json`."""
         rows = self.recorder.rows()
         run_dir = Path(self.options.run_dir)
-        title = f"{self.config.algorithm}, {self.config.dataset}"
-        if self.config.evaluated_on == "validation":
-            title += ", validation data"
-        drawn = plots.learning_curves(
-            run_dir / recorder.LEARNING_CURVES, rows, title=title
-        )
-        diagrams = {
-            name: reliability(
-                jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scores)
-            )
-            for name, scores in self.scores.items()
-        }
-        plots.reliability_diagram(run_dir / recorder.RELIABILITY, diagrams)
-        if not drawn:
-            print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
         result = summary(
             self.experiment,
             rows=rows,
@@ -215,5 +199,24 @@ class Session:
             plan=plan_line,
             devices=devices,
         )
+        config = self.config
+        title = f"{config.algorithm}, {config.dataset}, {config.evaluated_on} data"
+        drawn = plots.learning_curves(
+            run_dir / recorder.LEARNING_CURVES, rows, title=title
+        )
+        diagrams = {
+            name: reliability(
+                jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scores)
+            )
+            for name, scores in self.scores.items()
+        }
+        plots.reliability_diagram(
+            run_dir / recorder.RELIABILITY,
+            diagrams,
+            ece={name: result[name]["ece"] for name in diagrams},
+            title=title,
+        )
+        if not drawn:
+            print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
         self.recorder.write_summary(result)
         return result

@@ -114,6 +114,9 @@ def summary(
 ) -> dict[str, Any]:
     """What `summary.json` holds.
 
+    A seed has `failed` if its server's state is not finite or no round had a
+    participant that counted; a run, if one of its seeds has.
+
     Args:
       experiment: what was run.
       rows: of `metrics.csv`, all of them.
@@ -130,6 +133,7 @@ def summary(
     per_seed = []
     for row, is_finite in zip(last, finite):
         own = [r["global_accuracy"] for r in rows if r["seed"] == row["seed"]]
+        lost = problems["lost_rounds"].get(str(row["seed"]), 0)
         per_seed.append(
             {
                 "seed": row["seed"],
@@ -137,6 +141,7 @@ def summary(
                 "personal": _with_prefix(row, "personal_"),
                 best: max(own),
                 "finite": bool(is_finite),
+                "failed": not is_finite or lost == config.rounds,
             }
         )
     bytes_up, bytes_down = bytes_per_round(experiment)
@@ -145,6 +150,7 @@ def summary(
         "dataset": config.dataset,
         "rounds": config.rounds,
         "evaluated_on": config.evaluated_on,
+        "failed": any(one["failed"] for one in per_seed),
     }
     for model in ("global", "personal"):
         figures = [one[model] for one in per_seed]
@@ -167,6 +173,7 @@ def summary(
         "participants": experiment.participants,
         "train_examples": experiment.task.samples,
         "data": experiment.data.fidelity,
+        "data_sha256": experiment.data_sha256,
         "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "plan": plan,
         "versions": _versions(),
@@ -175,10 +182,11 @@ def summary(
 
 
 def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that a finished run adds to the closing table."""
+    """The rows that a finished run, marked if failed, adds to the closing table."""
+    method = summary["algorithm"] + (" (failed)" if summary["failed"] else "")
     return [
         {
-            "method": summary["algorithm"],
+            "method": method,
             "global_accuracy": one["global"]["accuracy"],
             "personal_accuracy": one["personal"]["accuracy"],
             "ece": one["global"]["ece"],

@@ -99,11 +99,28 @@ def test_a_killed_run_continues_bit_for_bit(folder, straight):
     assert rounds == list(range(1, 41))
 
 
+def test_a_failed_run_ends_in_an_error_after_the_table(folder):
+    code, output, errors = finish(
+        start(
+            f"--flagfile={folder / 'tiny.flags'}",
+            f"--run_dir={folder / 'failed'}",
+            f"--compilation_cache={folder / 'xla'}",
+            "--learning_rate=1e38",
+            "--rounds=2",
+        )
+    )
+    assert code == 1
+    assert "\nfedavg (failed) " in output
+    assert errors.startswith("error: fedavg failed") and errors.count("\n") == 1
+    assert (folder / "failed" / "summary.json").exists()
+
+
 def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
     file = f"--flagfile={folder / 'tiny.flags'}"
     never = f"--run_dir={folder / 'never'}"
     mistakes = {
         "--raunds=3": (2, "Unknown command line flag 'raunds'"),
+        "--rounds=abc": (2, "--rounds=abc: value should be an integer"),
         "--data_file=missing.npz": (1, "data_file 'missing.npz'"),
     }
     processes = [start(file, never, argument) for argument in mistakes]

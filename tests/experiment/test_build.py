@@ -1,11 +1,13 @@
 import dataclasses
+import inspect
 
 import jax
 import numpy as np
 import pytest
 
+from fedvi import algorithms, data
 from fedvi.experiment import build
-from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.config import PARTITION_OPTIONS, ExperimentConfig
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -106,7 +108,6 @@ def test_an_algorithm_is_checked_before_the_data_are_loaded(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shards": 2}, "unknown shards=2"),
         ({"partition": "class_shards"}, "missing shards"),
         ({"data_file": "no/such.npz"}, "no/such.npz"),
         ({"clients": 5000}, "clients=5000"),
@@ -117,6 +118,43 @@ def test_an_algorithm_is_checked_before_the_data_are_loaded(changes, message):
 def test_what_does_not_fit_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         build.experiment(change(**changes))
+
+
+def test_options_of_other_partitions_are_ignored():
+    """They may come from a flag file whose partition the command line changes."""
+    plain, other = build.experiment(CONFIG), build.experiment(change(shards=2))
+    assert plain.data_sha256 == other.data_sha256
+
+
+def test_every_option_of_a_partition_is_a_setting():
+    for partition in data.PARTITIONS.values():
+        options = inspect.getfullargspec(partition).kwonlyargs
+        assert set(options) - {"clients", "seed"} <= set(PARTITION_OPTIONS)
+
+
+def test_the_digest_follows_every_clients_examples(tmp_path):
+    def digest(labels):
+        path = features_file(tmp_path, labels)
+        config = change(dataset="mine", data_file=path, clients=2)
+        return build.experiment(config).data_sha256
+
+    assert digest((0, 1, 2, 1)) == digest((0, 1, 2, 1)) != digest((0, 1, 2, 2))
+
+
+def test_defaults_of_the_algorithm_are_resolved():
+    config = build.resolve(change(algorithm="fedprox", options={"mu": 0.5}))
+    assert config.options == {"mu": 0.5}
+    niw = build.resolve(change(algorithm="fedhb_niw")).options
+    defaults = algorithms.options_of("fedhb_niw")
+    assert niw == {name: option.default for name, option in defaults.items()}
+
+    def mine(task, *, steps: int = 3, loss=abs):
+        """Builds nothing."""
+
+    assert build.resolve(change(options={"loss": 1}), mine).options == {
+        "steps": 3,
+        "loss": 1,
+    }
 
 
 def test_features_cannot_be_augmented(tmp_path):

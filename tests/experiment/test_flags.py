@@ -62,6 +62,33 @@ def test_every_algorithm_option_is_a_flag():
             assert f"{name} ({parameter.default})" in values[option].help
 
 
+def test_the_help_of_an_option_says_what_it_means(monkeypatch):
+    def mine(task, *, strength: float = 2.0, other: int = 1, silent: int = 0):
+        """Builds nothing.
+
+        Args:
+          task: the task.
+          strength: pull (Eq. 3,
+            §6: 2). A second sentence.
+          other: another.
+
+        Raises:
+          ValueError: never.
+        """
+
+    def yours(task, *, other: int = 5):
+        """Nothing to see."""
+
+    monkeypatch.setitem(algorithms.ALGORITHMS, "mine", mine)
+    monkeypatch.setitem(algorithms.ALGORITHMS, "yours", yours)
+    values = absl_flags.FlagValues()
+    flags.define(values)
+    assert values["strength"].help == "Option of mine (2.0): pull (Eq. 3, §6: 2)."
+    assert values["other"].help == "Option of mine (1): another. Option of yours (5)."
+    assert values["silent"].help == "Option of mine (0)."
+    assert values["p_drop"].help.endswith("column is dropped (§6: 0.001).")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -70,8 +97,10 @@ def test_every_algorithm_option_is_a_flag():
         (["--algorithm=fedavg", "--mu=1"], "--mu=1.0: fedavg does not take it; fedpr"),
         (["--partition=stripes"], "partition=stripes: value should be one of"),
         (["--prior_mean=one"], "prior_mean=one: value should be one of"),
-        (["--rounds=ten"], "rounds=ten"),
-        (["--lr_decay_at=half"], "lr_decay_at=half"),
+        (["--rounds=ten"], "--rounds=ten: value should be an integer"),
+        (["--p_drop=no"], "--p_drop=no: value should be a number"),
+        (["--hidden=2,x"], "--hidden=2,x: value should be integers separated by"),
+        (["--lr_decay_at=half"], "lr_decay_at=half: value should be numbers"),
         (["--raunds=10"], "Unknown command line flag 'raunds'. Did you mean: rounds"),
         (["fedavg"], "'fedavg' is no flag"),
         (["--flagfile=missing.flags"], "missing.flags"),

@@ -75,7 +75,7 @@ def test_learning_curves_show_mean_and_spread_over_seeds(tmp_path, drawn):
     spread = np.std([0.0, 4.0], ddof=1)
     np.testing.assert_allclose([band.min(), band.max()], [52 - spread, 62 + spread])
     assert len(nll.lines) == 1
-    assert legend_texts(figure) == ["global", "personal"]
+    assert legend_texts(figure) == ["global", "personal", "± std over seeds"]
     assert "%" in accuracy.get_ylabel() and nll.get_ylabel().startswith("NLL")
 
 
@@ -86,7 +86,19 @@ def test_learning_curves_give_each_method_its_colour(tmp_path, drawn):
     colours = [line.get_color() for line in lines]
     assert colours[0] == colours[1] != colours[2] == colours[3]
     wanted = ["FedAvg global", "FedAvg personal", "NIW global", "NIW personal"]
-    assert legend_texts(drawn[0]) == wanted
+    assert legend_texts(drawn[0]) == [*wanted, "± std over seeds"]
+
+
+@pytest.mark.parametrize("rounds", [(1,), (1, 2), (2, 4, 6)])
+def test_learning_curves_have_integer_rounds(tmp_path, drawn, rounds):
+    rows = [{"round": number, "global_accuracy": 10.0} for number in rounds]
+    learning_curves(tmp_path / "curves.png", rows)
+    axis = drawn[0].axes[0]
+    ticks = axis.get_xticks()
+    np.testing.assert_array_equal(ticks, np.round(ticks))
+    low, high = axis.get_xlim()
+    assert any(low <= tick <= high for tick in ticks)
+    assert legend_texts(drawn[0]) == ["global"]
 
 
 def test_learning_curves_survive_one_row_and_a_diverged_seed(tmp_path):
@@ -116,6 +128,14 @@ def test_reliability_diagram_shows_accuracy_gap_and_ece(tmp_path, drawn):
     np.testing.assert_allclose([bar.get_y() for bar in gaps], [0.3, 0.6, 0.8])
     shares = [bar.get_height() for bar in below.patches]
     np.testing.assert_allclose(shares, [0, 10, 0, 30, 60])
+
+
+def test_reliability_diagram_shows_the_ece_that_it_is_given(tmp_path, drawn):
+    models = {"global": make_reliability()}
+    path = tmp_path / "reliability.png"
+    reliability_diagram(path, models, ece={"global": 0.1234}, title="digits")
+    assert drawn[0].axes[0].get_title() == "global: ECE 12.34 %"
+    assert drawn[0].get_suptitle() == "digits"
 
 
 def test_reliability_diagram_of_a_diverged_model_is_empty(tmp_path, drawn):

@@ -13,7 +13,7 @@ def block(ids, empty=(), failed=()):
 def test_nothing_is_said_when_nothing_happened():
     problems = Problems()
     assert problems.add(1, [0], block([[[0, 1], [2, 3]]])) == []
-    assert problems.to_dict() == {"empty": {}, "failed": {}, "lost_rounds": 0}
+    assert problems.to_dict() == {"empty": {}, "failed": {}, "lost_rounds": {}}
 
 
 def test_failed_clients_are_named_with_seed_and_rounds():
@@ -38,7 +38,7 @@ def test_a_round_without_any_upload_is_reported():
     lost = [line for line in lines if "no participant's upload" in line]
     assert [line[:16] for line in lost] == ["WARNING: seed 0:", "WARNING: seed 1:"]
     assert all("round 11;" in line for line in lost)
-    assert problems.to_dict()["lost_rounds"] == 2
+    assert problems.to_dict()["lost_rounds"] == {"0": 1, "1": 1}
 
 
 def test_counts_go_on_after_a_resume():
@@ -47,3 +47,8 @@ def test_counts_go_on_after_a_resume():
     resumed = Problems(problems.to_dict())
     resumed.add(2, [0], block([[[1, 2]]], failed=[1]))
     assert resumed.to_dict()["failed"] == {"1": 2}
+    resumed = Problems(resumed.to_dict())
+    resumed.add(3, [0], block([[[1]]], failed=[1]))
+    resumed = Problems(resumed.to_dict())
+    resumed.add(4, [0], block([[[1]]], failed=[1]))
+    assert resumed.to_dict()["lost_rounds"] == {"0": 2}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi import algorithms
+from fedvi import algorithms, data
 from fedvi.experiment import build, checkpoint, recorder, runner
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 
@@ -27,6 +27,9 @@ CONFIG = ExperimentConfig(
     seed=7,
     seeds=2,
 )
+
+
+RESOLVED = build.resolve(CONFIG).to_dict()
 
 
 def change(config=CONFIG, **changes):
@@ -73,7 +76,7 @@ def recorder_summary(run_dir):
 
 def test_the_folder_holds_every_file(run_dir):
     assert {p.name for p in run_dir.iterdir()} == set(recorder.RUN_FILES)
-    assert json.loads((run_dir / recorder.CONFIG).read_text()) == CONFIG.to_dict()
+    assert json.loads((run_dir / recorder.CONFIG).read_text()) == RESOLVED
     for name in (recorder.LEARNING_CURVES, recorder.RELIABILITY):
         assert (run_dir / name).read_bytes()[:4] == b"\x89PNG"
 
@@ -96,9 +99,12 @@ def test_the_summary_holds_what_is_promised(run_dir):
         assert {"accuracy", "nll", "ece", "mce", "brier"} <= summary[model].keys()
         assert 70 < summary[model]["accuracy"] <= 100
         assert summary[model]["examples"] == 360
-    assert summary["config"] == CONFIG.to_dict()
+    assert summary["config"] == RESOLVED
+    assert summary["config"]["options"]["server_optimizer"] == "sgd"
+    assert len(summary["data_sha256"]) == 64
+    assert not summary["failed"]
     assert summary["compile_seconds"] > 0
-    assert summary["problems"] == {"empty": {}, "failed": {}, "lost_rounds": 0}
+    assert summary["problems"] == {"empty": {}, "failed": {}, "lost_rounds": {}}
     assert (summary["participants"], summary["clients"]) == (3, 5)
     assert "digits" in summary["data"] and "cpu" in summary["device"]
 
@@ -166,6 +172,25 @@ def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, cap
         assert left | {"seconds": ""} == right | {"seconds": ""}
 
 
+def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
+    def config_of(name, change_one=0):
+        dataset = data.load("digits")
+        split = {key: getattr(dataset, key) for key in ("train_x", "test_x", "test_y")}
+        train_y = dataset.train_y.copy()
+        train_y[0] = (train_y[0] + change_one) % 10
+        np.savez(tmp_path / name, **split, train_y=train_y)
+        return change(data_file=str(tmp_path / name))
+
+    for file in run_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    again = options(tmp_path, resume=True)
+    with pytest.raises(ValueError, match="data_sha256 is '.* there and '.* here"):
+        runner.run(config_of("other.npz", change_one=1), again)
+    capsys.readouterr()
+    runner.run(config_of("moved.npz"), again)
+    assert "finished: nothing to do" in capsys.readouterr().out
+
+
 def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path):
     for name in (recorder.CONFIG, recorder.METRICS, recorder.CHECKPOINT):
         (tmp_path / name).write_bytes((run_dir / name).read_bytes())
@@ -228,9 +253,10 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
     assert summary["problems"] == {
         "empty": {"2": 2},
         "failed": {"1": 2},
-        "lost_rounds": 0,
+        "lost_rounds": {},
     }
     assert not summary["per_seed"][0]["finite"]
+    assert summary["per_seed"][0]["failed"] and summary["failed"]
     assert recorder_summary(tmp_path)["global"]["nll"] is None
     assert summary["clients_with_data"] == 3
     output = capsys.readouterr().out
@@ -239,12 +265,54 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
     assert "WARNING: seed 7: the server's state is not finite after round 2" in output
 
 
+def test_a_run_whose_rounds_are_all_lost_has_failed(tmp_path, compiled, capsys):
+    """The server stays finite: it stays as it was."""
+    config = change(seeds=1, rounds=1, learning_rate=1e38, finetune_epochs=0)
+    runs = [(config, options(tmp_path))]
+    [summary] = runner.run_all(runs)
+    assert summary["problems"]["lost_rounds"] == {"7": 1}
+    assert summary["per_seed"][0]["finite"] and summary["failed"]
+    assert "\nfedavg (failed) " in capsys.readouterr().out
+    assert (tmp_path / recorder.RELIABILITY).exists()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        change(algorithm="fedbabu"),
+        change(algorithm="fedprox", options={"mu": -1}),
+    ],
+)
+def test_every_algorithm_is_built_before_the_first_one_trains(tmp_path, second):
+    runs = [(CONFIG, options(tmp_path / "1")), (second, options(tmp_path / "2"))]
+    with pytest.raises(ValueError, match="fedbabu|mu=-1"):
+        runner.run_all(runs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_without_a_checkpoint_says_so(tmp_path, compiled, capsys):
+    config = change(seeds=1, rounds=1, finetune_epochs=0)
+    runner.run(config, options(tmp_path / "new", resume=True))
+    assert "new holds no checkpoint: starting with the" in capsys.readouterr().out
+
+
+def test_an_unusable_run_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="run_dir=.*file is a file"):
+        runner.run(CONFIG, options(tmp_path / "file"))
+    for run_dir in (tmp_path / "file" / "below", tmp_path / ("long" * 100)):
+        with pytest.raises(ValueError, match="run_dir=.* cannot be made"):
+            runner.run(CONFIG, options(run_dir))
+    with pytest.raises(ValueError, match="run_dir=.* cannot be made"):
+        runner.run(CONFIG, options(tmp_path / "file", overwrite=True))
+
+
 def test_several_algorithms_end_in_one_table(run_dir, tmp_path, capsys):
     """Both are finished, the second by forging: nothing is trained here."""
-    config = change(algorithm="fedbabu")
+    config = change(algorithm="local_only")
     summary = recorder_summary(run_dir) | {
-        "algorithm": "fedbabu",
-        "config": config.to_dict(),
+        "algorithm": "local_only",
+        "config": build.resolve(config).to_dict(),
     }
     (tmp_path / recorder.SUMMARY).write_text(json.dumps(summary))
     runs = [
@@ -254,7 +322,7 @@ def test_several_algorithms_end_in_one_table(run_dir, tmp_path, capsys):
     assert runner.run_all(runs) == [recorder_summary(run_dir), summary]
     output = capsys.readouterr().out
     table = output[output.index("method ") :].splitlines()
-    assert [line.split()[0] for line in table[2:4]] == ["fedavg", "fedbabu"]
+    assert [line.split()[0] for line in table[2:4]] == ["fedavg", "local_only"]
     assert table[-2:] == [f"  {run_dir}", f"  {tmp_path}"]
     with pytest.raises(ValueError, match="algorithm='fedfoo'"):
         runner.run_all([*runs, (change(algorithm="fedfoo"), options(tmp_path))])

@@ -69,7 +69,8 @@ def test_rows_hold_each_seeds_own_figures():
 def test_the_table_has_a_row_per_seed():
     figures = {"accuracy": 80.0, "ece": 0.1, "nll": 0.5}
     one = {"global": figures, "personal": figures | {"accuracy": 90.0}}
-    summary = {"algorithm": "a", "round_seconds": 0.2, "per_seed": [one, one]}
+    summary = {"algorithm": "a", "failed": False, "round_seconds": 0.2}
+    summary["per_seed"] = [one, one]
     rows = table_rows(summary)
     assert [row["round_seconds"] for row in rows] == [0.2, None]
     assert rows[0] == {
@@ -80,3 +81,5 @@ def test_the_table_has_a_row_per_seed():
         "nll": 0.5,
         "round_seconds": 0.2,
     }
+    failed = table_rows(summary | {"failed": True})
+    assert [row["method"] for row in failed] == ["a (failed)"] * 2
