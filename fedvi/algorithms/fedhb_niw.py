@@ -66,7 +66,7 @@ def fedhb_niw(
         independent normal-inverse-gamma per weight, d = 1, by gradient steps.
       prior_mean: `zero`: the paper's μ_0 = 0, which shrinks the mean by N/(N+1) in
         every round; `previous`: μ_0 is the last m_0. The pull to zero cost 1.2 points
-        of global accuracy and an ECE of 0.10 instead of 0.03 (same measurement).
+        of global accuracy and an ECE of 0.10 instead of 0.03 (`docs/fedhb.md`).
       p_drop: 1 - p, the probability that a weight column is dropped (§6: 0.001).
       epsilon: standard deviation ε of the spikes (§6: 1e-4).
       spike_noise: whether the draw m̃ has the spikes' own noise. Off: a thousandth of
@@ -87,6 +87,11 @@ def fedhb_niw(
     checks.at_least("epsilon", epsilon, 0)
     checks.at_least("penalty_scale", penalty_scale, 0)
     checks.at_least("num_samples", num_samples, 1)
+    if num_samples > 1 and prediction == "mode":
+        raise ValueError(
+            f"num_samples={num_samples} has no effect with prediction='mode': give "
+            "prediction='sample'"
+        )
     require_body(task, "fedhb_niw")
     model, joint = task.model, covariance == "joint"
     body_shapes = jax.eval_shape(model.init, jax.random.key(0))["body"]

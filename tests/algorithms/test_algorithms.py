@@ -25,6 +25,7 @@ def test_unknown_names_and_options_are_named(task):
         ("fedhb_niw", "epsilon", -1.0),
         ("fedhb_niw", "penalty_scale", -1.0),
         ("fedhb_niw", "num_samples", 0),
+        ("fedhb_niw", "num_samples", 5),  # without prediction="sample"
         ("fedhb_mixture", "components", 0),
         ("fedhb_mixture", "variance", 0.0),
         ("fedhb_mixture", "start", "zero"),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, log_loss
 
 from fedvi.evaluation import (
@@ -237,3 +238,22 @@ def test_bad_shapes_name_the_argument():
         score(log_probs, labels, mask, bins=0)
     with pytest.raises(ValueError, match="stack the Scores"):
         summarise(score(log_probs, labels, mask))
+
+
+def test_calibration_against_scikit_learn():
+    """ECE and MCE from scikit-learn's reliability curve of "the top class is right"."""
+    rng = np.random.default_rng(11)
+    logits = rng.normal(size=(400, 5)).astype(np.float32) * 2
+    labels = rng.integers(0, 5, 400).astype(np.int32)
+    log_probs = jax.nn.log_softmax(jnp.asarray(logits))
+    scores = score(log_probs[None], jnp.asarray(labels), jnp.ones(400, bool))
+    found = summarise(jax.tree.map(lambda leaf: leaf[None], scores))
+
+    confidence = np.exp(np.asarray(log_probs)).max(1)
+    right = np.asarray(log_probs).argmax(1) == labels
+    accuracy, mean = calibration_curve(right, confidence, n_bins=15)
+    counts = np.histogram(confidence, np.linspace(0, 1, 16))[0]
+    gaps = np.abs(accuracy - mean)
+    expected = np.dot(counts[counts > 0], gaps) / 400
+    np.testing.assert_allclose(found["ece"], expected, rtol=1e-4)
+    np.testing.assert_allclose(found["mce"], gaps.max(), rtol=1e-4)

@@ -1,0 +1,21 @@
+import jax.numpy as jnp
+import numpy as np
+
+from fedvi.algorithm import Aggregate, Algorithm, ClientOutput
+
+
+def test_the_mean_of_an_aggregate_divides_by_the_weight():
+    statistics = {"a": jnp.array([2.0, 4.0]), "b": jnp.float32(6)}
+    aggregate = Aggregate(statistics, jnp.float32(4), jnp.float32(2), 10)
+    np.testing.assert_array_equal(aggregate.mean()["a"], [0.5, 1.0])
+    assert aggregate.mean()["b"] == 1.5
+
+
+def test_by_default_clients_keep_nothing_and_servers_send_everything():
+    unused = [lambda: None] * 6
+    algorithm = Algorithm("bare", *unused)
+    server = {"params": jnp.ones(2)}
+    assert algorithm.init_client(None, server) == ()
+    assert algorithm.broadcast(server) is server
+    assert algorithm.reduce == "sum" and algorithm.score is None
+    assert ClientOutput(1.0, 1.0).client == () == ClientOutput(1.0, 1.0).metrics
