@@ -140,10 +140,12 @@ class Federation:
         self._jit_evaluate = jax.jit(self.pure_evaluate)
         self._jit_evaluate_personal = jax.jit(self.pure_evaluate_personal)
 
-    # The user's four calls.
+    # The user's calls.
 
     def init(self, key) -> State:
         """The state before the first round, from a typed PRNG key."""
+        if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+            raise ValueError(f"key={key!r} must be a typed key: jax.random.key(seed)")
         return self._jit_init(key)
 
     def round(self, state: State) -> tuple[State, RoundMetrics]:
@@ -171,6 +173,7 @@ class Federation:
     # The same as pure functions.
 
     def pure_init(self, key) -> State:
+        """`init` without `jit`."""
         algorithm = self.algorithm
         server = algorithm.init(derive(key, Purpose.INIT))
         clients = jax.vmap(
@@ -181,6 +184,7 @@ class Federation:
         return State(server, clients, jnp.zeros((), jnp.int32), key)
 
     def pure_rounds(self, state: State, train: ClientData, n: int):
+        """`rounds` without `jit`, on `train` data of the same shapes."""
         return jax.lax.scan(lambda state, _: self._round(state, train), state, length=n)
 
     def _round(self, state: State, train: ClientData):
@@ -281,6 +285,8 @@ class Federation:
         )
 
     def pure_evaluate(self, state: State, test: ClientData) -> Scores:
+        """`evaluate` without `jit`."""
+
         def client(operands, client_id):
             state, test = operands
             # The same draws of the global model for every client.
@@ -293,6 +299,7 @@ class Federation:
         return self._over_clients(client, (state, test), ids)[1]
 
     def pure_evaluate_personal(self, state: State, train, test) -> Scores:
+        """`evaluate_personal` without `jit`."""
         algorithm = self.algorithm
 
         def client(operands, client_id):

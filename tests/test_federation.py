@@ -257,6 +257,9 @@ def test_mistakes_are_named_before_compilation(train, test):
     federation = Federation(algorithm, train, test)
     with pytest.raises(ValueError, match="n=1.5 must be a whole number of rounds"):
         federation.rounds(federation.init(jax.random.key(0)), 1.5)
+    for key in (0, jax.random.PRNGKey(0)):
+        with pytest.raises(ValueError, match="must be a typed key: jax.random.key"):
+            federation.init(key)
 
 
 def test_a_cohort_of_weight_zero_changes_nothing(train, test):
