@@ -70,22 +70,21 @@ def map_reduce(
     if devices == 1:
         sums, outputs = run(operands, ids, slots < cohort)
     else:
-        # check_vma=False: with it, the gradient with respect to a replicated value is
-        # summed over the devices unless every operand AND every constant that an
-        # algorithm's loop carries is marked as varying. Algorithms know no devices.
+        # With check_vma=True the gradient with respect to a replicated value is summed
+        # over the devices, unless every operand AND every constant that an algorithm's
+        # loop carries is marked as varying. Algorithms know no devices.
+        def on_device(*arguments):
+            sums, outputs = run(*arguments)
+            return jax.lax.psum(sums, AXIS), outputs
+
         sums, outputs = jax.shard_map(
-            lambda *args: _psum_first(run(*args)),
+            on_device,
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS)),
             out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
             check_vma=False,
         )(operands, ids, slots < cohort)
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)
-
-
-def _psum_first(results):
-    sums, outputs = results
-    return jax.lax.psum(sums, AXIS), outputs
 
 
 def _run_chunks(fn, operands, ids, valid, *, chunks, chunk):
