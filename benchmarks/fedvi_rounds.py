@@ -9,6 +9,7 @@ from worker import peak_memory, serve, timed
 
 import fedvi
 from fedvi import algorithms, nn, selection
+from fedvi.cohort import clients_mesh
 from fedvi.data import standardise
 
 
@@ -27,10 +28,16 @@ class FedviRounds:
         epochs,
         learning_rate,
         momentum,
+        optimizer,
         chunk_size,
         seed,
+        devices,
+        options,
     ):
-        """Builds the federation from the arrays in `data_file`."""
+        """Builds the federation from the arrays in `data_file`.
+
+        `options` are the algorithm's own.
+        """
         # The first call is to show what compilation costs.
         jax.config.update("jax_enable_compilation_cache", False)
         self._before = peak_memory()
@@ -48,15 +55,19 @@ class FedviRounds:
             preprocess=standardise(mean, std),
             **({"hidden": (hidden,)} if model == "mlp" else {}),
         )
-        training = fedvi.LocalTraining(epochs, batch_size, learning_rate, momentum)
+        training = fedvi.LocalTraining(
+            epochs, batch_size, learning_rate, momentum, optimizer=optimizer
+        )
         task = fedvi.Task(network, training, training, clients, int(train.size.sum()))
         self._federation = fedvi.Federation(
-            algorithms.build(algorithm, task),
+            algorithms.build(algorithm, task, **options),
             train,
             test,
             selection=selection.uniform(clients, participants),
             chunk_size=chunk_size or None,
+            mesh=clients_mesh(devices),
         )
+        self._algorithm = algorithm
         self._state = self._federation.init(jax.random.key(seed))
         names = ("jax", "jaxlib", "flax", "numpy")
         return {
@@ -67,8 +78,13 @@ class FedviRounds:
         }
 
     def save_params(self, params_file):
-        """Writes FedAvg's initial weights: of every dense layer `bias, kernel`."""
-        np.savez(params_file, *jax.tree.leaves(self._state.server.params))
+        """Writes what the server starts with: of every dense layer `bias, kernel`.
+
+        FedAvg's weights; pFedBayes' means and then its unconstrained scales.
+        """
+        server = self._state.server
+        start = server.params if self._algorithm == "fedavg" else server.posterior
+        np.savez(params_file, *jax.tree.leaves(start))
         return {}
 
     def round(self):
@@ -87,7 +103,10 @@ class FedviRounds:
         }
 
     def finish(self):
-        """Memory, in bytes, and the global model's test scores."""
+        """Memory, in bytes, and test scores, pooled over the clients.
+
+        Of the global model and, where clients keep one, of their own.
+        """
         peak = peak_memory()
         program = self._federation._jit_rounds.lower(
             self._state, self._federation.train, n=1
@@ -102,7 +121,15 @@ class FedviRounds:
             "xla_temporary_bytes": analysis and analysis.temp_size_in_bytes,
             "test_accuracy": (scores.correct.sum() / count).item(),
             "test_nll": (scores.nll.sum() / count).item(),
+            **self._personal_scores(),
         }
+
+    def _personal_scores(self):
+        if self._algorithm != "pfedbayes":
+            return {}
+        scores = self._federation.evaluate_personal(self._state)
+        accuracy = scores.correct.sum() / scores.count.sum()
+        return {"personal_accuracy": accuracy.item()}
 
 
 if __name__ == "__main__":

@@ -94,14 +94,16 @@ def markdown(report: dict) -> str:
     """The report as a Markdown page."""
     machine, work, systems = report["machine"], report["work"], report["systems"]
     ours = next(iter(systems))
+    personal = "personal_accuracy" in systems[ours]
+    own_head = " personal test accuracy % |" if personal else ""
     lines = [
         f"# One round of {work['algorithm']}, {work['model']}, {work['dataset']}",
         "",
         f"{work['clients']} clients × {'/'.join(map(str, work['client_size']))} of "
         f"{'×'.join(map(str, work['input_shape']))} ({work['shards']} class shards), "
         f"{work['participants']} a round, batch {work['batch_size']}, {work['epochs']} "
-        f"local epoch(s), SGD {work['learning_rate']:g} momentum {work['momentum']:g}, "
-        f"chunk size {work['chunk_size']}; {work['fidelity']}.",
+        f"local epoch(s), {_optimizer(work)}, chunk size {work['chunk_size']}"
+        f"{_options(work)}; {work['fidelity']}.",
         "",
         f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
         f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after. "
@@ -109,8 +111,8 @@ def markdown(report: dict) -> str:
         f"{ours} / system, turn by turn.",
         "",
         "| system | s a round | CPU-s a round | first call s | ratio of s | ratio of "
-        "CPU-s | train loss, last tenth | test accuracy % | test NLL |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"CPU-s | train loss, last tenth | test accuracy % | test NLL |{own_head}",
+        f"|---|---|---|---|---|---|---|---|---|{'---|' if own_head else ''}",
     ]
     for name, system in systems.items():
         ratio = report["ratios"].get(name, {})
@@ -125,6 +127,8 @@ def markdown(report: dict) -> str:
             f"{100 * system['test_accuracy']:.1f}",
             f"{system['test_nll']:.3f}",
         ]
+        if personal:
+            cells.append(f"{100 * system['personal_accuracy']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     temporary = systems[ours]["xla_temporary_bytes"]
     lines += [
@@ -141,6 +145,19 @@ def markdown(report: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _optimizer(work: dict) -> str:
+    if work["optimizer"] == "adam":
+        return f"Adam {work['learning_rate']:g}"
+    return f"SGD {work['learning_rate']:g} momentum {work['momentum']:g}"
+
+
+def _options(work: dict) -> str:
+    devices = work["devices"]
+    parts = [f"{devices} devices"] if devices > 1 else []
+    parts += [f"{key} {value}" for key, value in work["options"].items()]
+    return "".join(f", {part}" for part in parts)
+
+
 def _cell(values: dict | None, name: str) -> str:
     if values is None:
         return "1"
@@ -148,9 +165,9 @@ def _cell(values: dict | None, name: str) -> str:
     return f"{median:.3f} ({low:.3f} to {high:.3f})"
 
 
-def write(report: dict, out: str | None) -> None:
-    """Prints JSON and table, the table last; writes both to OUT.json and OUT.md."""
-    text, page = json.dumps(report, indent=1) + "\n", markdown(report)
+def write(report: dict, page: str, out: str | None) -> None:
+    """Prints JSON and page, the page last; writes both to OUT.json and OUT.md."""
+    text = json.dumps(report, indent=1) + "\n"
     print(text)
     print(page)
     if out:

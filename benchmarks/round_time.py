@@ -5,9 +5,12 @@
 Every system has a process and an interpreter of its own. In every turn each does one
 round, so what slows the machine down slows all of them, and the ratio of a turn means
 more than any time. All start from the same weights and train the same participants;
-only their shuffles differ. Without --torch_python only fedvi is timed. The defaults are
-FedHB's Fashion-MNIST (appendix H) without its learning-rate decay; --synthetic takes
-random images of that shape.
+only their shuffles and noise differ. Without --torch_python only fedvi is timed. The
+defaults are FedHB's Fashion-MNIST (appendix H) without its learning-rate decay;
+--synthetic takes random images of that shape. pFedBayes, all 100 clients a round:
+
+    python benchmarks/round_time.py --flagfile=benchmarks/flagfiles/pfedbayes_sgd.flags
+    python benchmarks/round_time.py --flagfile=benchmarks/flagfiles/pfedbayes_adam.flags
 """
 
 import os
@@ -17,138 +20,80 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
+import workload
 from absl import app, flags
-from report import describe_machine, summarise, write
+from report import describe_machine, markdown, summarise, write
 from worker import Worker
-
-from fedvi import algorithms, nn
-from fedvi.data import (
-    Dataset,
-    FederatedData,
-    class_shards,
-    federate,
-    load,
-    pixel_statistics,
-)
 
 # Lets the threads of one system go to sleep before the next one's turn.
 PAUSE_SECONDS = 0.02
 
-flags.DEFINE_enum("algorithm", "fedavg", sorted(algorithms.ALGORITHMS), "What to time.")
-flags.DEFINE_enum("model", "mlp", sorted(nn.MODELS), "The network.")
-flags.DEFINE_integer("hidden", 256, "Hidden units of mlp.", lower_bound=1)
-flags.DEFINE_string("dataset", "fashion_mnist", "As for fedvi.data.load.")
-flags.DEFINE_string("data_file", None, "An .npz file, as for fedvi.data.load.")
-flags.DEFINE_boolean(
-    "synthetic",
-    None,
-    "Random 28x28 images instead of the data set. Default: if it cannot be found.",
-)
-flags.DEFINE_integer("clients", 100, "Number of clients.", lower_bound=1)
-flags.DEFINE_integer("shards", 5, "Class shards of a client.", lower_bound=1)
-flags.DEFINE_integer("participants", 10, "Clients in a round.", lower_bound=1)
-flags.DEFINE_integer("batch_size", 50, "Examples a step.", lower_bound=1)
-flags.DEFINE_integer("epochs", 1, "Local epochs.", lower_bound=1)
-flags.DEFINE_float("learning_rate", 0.1, "Of the clients' SGD.", lower_bound=0)
-flags.DEFINE_float("momentum", 0.9, "Of the clients' SGD.", lower_bound=0)
-flags.DEFINE_integer(
-    "chunk_size", 1, "Clients in one vmap; 0: all participants.", lower_bound=0
-)
+PEERS = {"fedavg": "peers/torch_loop.py", "pfedbayes": "peers/torch_pfedbayes.py"}
+
 flags.DEFINE_integer("rounds", 30, "Turns that are timed.", lower_bound=1)
 flags.DEFINE_integer(
     "warmup", 3, "Turns before them; the first one compiles.", lower_bound=1
 )
-flags.DEFINE_integer("seed", 0, "Of data, model and training.", lower_bound=0)
 flags.DEFINE_string("torch_python", None, "Interpreter that has PyTorch.")
 flags.DEFINE_list(
     "torch_threads",
     ["1", "2"],
     "PyTorch's thread counts to try. On a busy machine more than 1 may never end.",
 )
+flags.DEFINE_list(
+    "torch_clients",
+    ["2"],
+    "Of pfedbayes: also try PyTorch with so many clients at once, a thread each.",
+)
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS
-
-WORK = (
-    "algorithm",
-    "model",
-    "hidden",
-    "clients",
-    "shards",
-    "participants",
-    "batch_size",
-    "epochs",
-    "learning_rate",
-    "momentum",
-    "chunk_size",
-    "warmup",
-    "rounds",
-    "seed",
-)
-
-
-def synthetic(seed: int) -> Dataset:
-    """Random images with random labels, in the shape of Fashion-MNIST."""
-    rng = np.random.default_rng(seed)
-    arrays = []
-    for examples in (60_000, 10_000):
-        arrays.append(rng.integers(0, 256, (examples, 28, 28, 1), np.uint8))
-        arrays.append(rng.permutation(np.arange(examples, dtype=np.int32) % 10))
-    return Dataset(*arrays, classes=10, name="synthetic", fidelity="random pixels")
-
-
-def choose_data() -> Dataset:
-    """The data set that the flags ask for, or random images where it is absent."""
-    if FLAGS.synthetic:
-        return synthetic(FLAGS.seed)
-    try:
-        return load(FLAGS.dataset, data_file=FLAGS.data_file)
-    except ValueError as error:
-        if FLAGS.synthetic is False or FLAGS.data_file:
-            raise
-        print(f"random images instead of {FLAGS.dataset}: {error}")
-        return synthetic(FLAGS.seed)
-
-
-def save_data(dataset: Dataset, path: Path) -> FederatedData:
-    """Deals the data to the clients and writes them where each system finds them."""
-    partition = class_shards(
-        dataset.train_y,
-        dataset.test_y,
-        clients=FLAGS.clients,
-        shards=FLAGS.shards,
-        seed=FLAGS.seed,
-    )
-    federated = federate(dataset, partition)
-    mean, std = pixel_statistics(dataset.train_x)
-    arrays = {
-        f"{split}_{key}": value
-        for split in ("train", "test")
-        for key, value in getattr(federated, split)._asdict().items()
-    }
-    np.savez(path, mean=mean, std=std, **arrays)
-    return federated
 
 
 def start_workers(data_file: Path, classes: int) -> tuple[dict, dict]:
     """The systems by name, fedvi first, and the versions that each runs on."""
-    keys = ("hidden", "batch_size", "epochs", "learning_rate", "momentum", "seed")
-    work = {key: FLAGS[key].value for key in keys}
-    work.update(data_file=str(data_file), classes=classes)
-    own = ("algorithm", "model", "participants", "chunk_size")
-    fedvi = Worker(None, "fedvi_rounds.py", {})
+    work = workload.shared() | {"data_file": str(data_file), "classes": classes}
+    options = workload.options()
+    fedvi = Worker(None, "fedvi_rounds.py", device_flags())
     workers = {"fedvi": fedvi}
-    versions = {"fedvi": fedvi("load", **work, **{k: FLAGS[k].value for k in own})}
+    own = workload.fedvi_only()
+    versions = {"fedvi": fedvi("load", **work, **own, options=options)}
     if not FLAGS.torch_python:
         return workers, versions
     work["params_file"] = str(data_file.with_name("params.npz"))
     fedvi("save_params", params_file=work["params_file"])
+    if FLAGS.algorithm == "fedavg":
+        del work["optimizer"]
+    options.pop("rho", None)  # the weights' file holds it
+    for name, threads, several in peer_set_ups():
+        workers[name] = Worker(
+            FLAGS.torch_python,
+            PEERS[FLAGS.algorithm],
+            {"OMP_NUM_THREADS": str(threads)},
+        )
+        arguments = {**work, **options, **several, "threads": threads}
+        versions[name] = workers[name]("load", **arguments)
+    return workers, versions
+
+
+def device_flags() -> dict[str, str]:
+    """The variables that give fedvi's process its CPU devices."""
+    if FLAGS.devices == 1:
+        return {}
+    flag = f"--xla_force_host_platform_device_count={FLAGS.devices}"
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()}
+
+
+def peer_set_ups() -> list[tuple[str, int, dict]]:
+    """PyTorch's `(name, threads, further arguments)` to try."""
+    set_ups = []
+    several = FLAGS.algorithm == "pfedbayes"
     for threads in map(int, FLAGS.torch_threads):
         name = f"PyTorch, {threads} thread{'s' if threads > 1 else ''}"
-        environment = {"OMP_NUM_THREADS": str(threads)}
-        workers[name] = Worker(FLAGS.torch_python, "peers/torch_loop.py", environment)
-        versions[name] = workers[name]("load", **work, threads=threads)
-    return workers, versions
+        set_ups.append((name, threads, {"clients_at_once": 1} if several else {}))
+    for clients in map(int, FLAGS.torch_clients if several else []):
+        name = f"PyTorch, {clients} clients at once"
+        set_ups.append((name, 1, {"clients_at_once": clients}))
+    return set_ups
 
 
 def take_turns(workers: dict[str, Worker]) -> dict[str, list[dict]]:
@@ -168,10 +113,10 @@ def take_turns(workers: dict[str, Worker]) -> dict[str, list[dict]]:
 
 def measure() -> dict:
     """The whole run, as `report.summarise` tells it."""
-    dataset = choose_data()
+    dataset = workload.choose_data()
     with tempfile.TemporaryDirectory() as folder:
         data_file = Path(folder) / "data.npz"
-        federated = save_data(dataset, data_file)
+        federated = workload.save_data(dataset, data_file)
         workers, versions = start_workers(data_file, federated.classes)
     machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
     turns = take_turns(workers)
@@ -180,33 +125,44 @@ def measure() -> dict:
     for worker in workers.values():
         worker.close()
     work = {
-        **{key: FLAGS[key].value for key in WORK},
-        "dataset": federated.name,
-        "fidelity": federated.fidelity,
-        "input_shape": federated.train.x.shape[2:],
-        "client_size": np.unique(federated.train.size).tolist(),
+        **workload.describe(federated),
+        "warmup": FLAGS.warmup,
+        "rounds": FLAGS.rounds,
     }
     return summarise(machine, versions, work, turns, endings)
+
+
+def check_peer() -> None:
+    """Raises `UsageError` if there is no such PyTorch peer."""
+    work = f"--algorithm={FLAGS.algorithm} --model={FLAGS.model}"
+    optimizers = ("sgd", "adam") if FLAGS.algorithm == "pfedbayes" else ("sgd",)
+    if FLAGS.algorithm not in PEERS or FLAGS.model != "mlp":
+        raise app.UsageError(
+            f"{work} has no PyTorch peer: leave --torch_python out, or take "
+            f"{' or '.join(PEERS)} and mlp"
+        )
+    if FLAGS.optimizer not in optimizers:
+        raise app.UsageError(
+            f"--optimizer={FLAGS.optimizer}: the PyTorch peer of {FLAGS.algorithm} "
+            f"takes {' or '.join(optimizers)}"
+        )
+    if shutil.which(FLAGS.torch_python) is None:
+        raise app.UsageError(
+            f"--torch_python={FLAGS.torch_python} is no program: give the path of "
+            "a Python interpreter that has PyTorch"
+        )
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} is no flag")
     if FLAGS.torch_python:
-        if (FLAGS.algorithm, FLAGS.model) != ("fedavg", "mlp"):
-            raise app.UsageError(
-                f"--algorithm={FLAGS.algorithm} --model={FLAGS.model} has no PyTorch "
-                "peer: leave --torch_python out, or take fedavg and mlp"
-            )
-        if shutil.which(FLAGS.torch_python) is None:
-            raise app.UsageError(
-                f"--torch_python={FLAGS.torch_python} is no program: give the path of "
-                "a Python interpreter that has PyTorch"
-            )
+        check_peer()
     try:
-        write(measure(), FLAGS.out)
+        report = measure()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")
+    write(report, markdown(report), FLAGS.out)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class Task(NamedTuple):
       model: the network, with its split into body and head.
       training: how a client trains in a round.
       finetuning: how a client personalises.
-      clients: N, number of clients in the population that hold training data.
-      samples: |D|, number of training examples of all clients together.
+      clients: N, number of clients that hold training data and may take part.
+      samples: |D|, number of training examples of those clients together.
     """
 
     model: Model
@@ -70,7 +70,7 @@ class Aggregate(NamedTuple):
       participants: [] N_f, participants whose upload arrived: neither empty nor
         failed. At least 1: without any, or with all weights 0, the server's state
         stays as it is.
-      population: N, clients that hold training data.
+      population: N, clients that hold training data and may take part.
     """
 
     statistics: Any
@@ -133,6 +133,10 @@ class Algorithm(NamedTuple):
         its size is the bytes down.
       score: optional `(key, server, client, data) -> scalar`, a client's importance
         for selection.
+      assign: optional, for clustered methods, `(key, server, client, data) ->
+        (cluster [] int32, server)`: the cluster that a client's training data belong
+        to, and the server state that stands for that cluster's global model, of
+        which `global_predictive` makes the client's predictions.
       reduce: "sum": the server gets an `Aggregate`; "stack": a `StackedAggregate`,
         for the few methods whose server needs every upload.
     """
@@ -147,4 +151,5 @@ class Algorithm(NamedTuple):
     init_client: Callable[..., Client] = no_client_state
     broadcast: Callable[[Server], Server] = send_all
     score: Callable[..., jax.Array] | None = None
+    assign: Callable[..., tuple[jax.Array, Server]] | None = None
     reduce: str = "sum"

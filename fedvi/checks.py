@@ -1,6 +1,6 @@
 """A user's mistakes, named in one line before anything is compiled."""
 
-__all__ = ["at_least", "fraction", "one_of", "positive"]
+__all__ = ["at_least", "fraction", "one_of", "open_unit", "positive"]
 
 
 def one_of(name: str, value, choices) -> None:
@@ -25,3 +25,9 @@ def fraction(name: str, value) -> None:
     """Raises `ValueError` unless `0 <= value < 1` (NaN fails)."""
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must lie in [0, 1)")
+
+
+def open_unit(name: str, value) -> None:
+    """Raises `ValueError` unless `0 < value < 1` (NaN fails)."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name}={value!r} must lie strictly between 0 and 1")

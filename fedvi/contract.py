@@ -55,11 +55,15 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
         output,
     )
     _same("server_update", "the server's state", server, after)
+    own_server = server
+    if algorithm.assign is not None:
+        found = jax.eval_shape(algorithm.assign, key, server, client, data)
+        own_server = _check_assign(found)
     examples = _one_client(test)
     batch = (examples.x, jnp.ones(examples.y.shape, bool))
     personal = jax.eval_shape(algorithm.personalise, key, server, client, data)
     for name, arguments in (
-        ("global_predictive", (key, server, *batch)),
+        ("global_predictive", (key, own_server, *batch)),
         ("personal_predictive", (key, server, personal, *batch)),
     ):
         shape = jnp.shape(jax.eval_shape(getattr(algorithm, name), *arguments))
@@ -68,6 +72,19 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
                 f"{name} returns shape {shape} for {examples.y.shape[0]} examples: "
                 "return log-probabilities [samples, batch, classes]"
             )
+
+
+def _check_assign(found):
+    """The server state that is a client's global model."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError("assign must return (cluster [] int32, server)")
+    cluster, own_server = found
+    leaves = jax.tree.leaves(cluster)
+    if len(leaves) != 1 or leaves[0].shape != () or leaves[0].dtype != jnp.int32:
+        raise ValueError(
+            f"assign returns {cluster} for the cluster: it must be a scalar int32"
+        )
+    return own_server
 
 
 def _one_client(data):

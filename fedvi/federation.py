@@ -1,6 +1,7 @@
 """The federated round: the only place that knows that there are many clients."""
 
 import numbers
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fedvi import checks, contract
+from fedvi import checks, client_evaluation, contract
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
+from fedvi.client_evaluation import take
 from fedvi.cohort import map_reduce
 from fedvi.data import ClientData
-from fedvi.evaluation import Scores, score_in_batches
+from fedvi.evaluation import Scores, Uncertainty
 from fedvi.keys import Purpose, derive
 from fedvi.selection import Selection, full
 
@@ -61,10 +63,6 @@ def _all_finite(tree) -> jax.Array:
     return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]))
 
 
-def _take(tree, index):
-    return jax.tree.map(lambda leaf: leaf[index], tree)
-
-
 class Federation:
     """An algorithm, its clients' data and the way to run them.
 
@@ -76,9 +74,8 @@ class Federation:
     ```
 
     `round` and `rounds` are one jitted call each and donate `state`: use the state
-    that they return. `pure_init`, `pure_rounds`, `pure_evaluate` and
-    `pure_evaluate_personal` are the same without `jit`, to build larger programs
-    from, such as a `vmap` over seeds.
+    that they return. `pure_init`, `pure_rounds`, `pure_evaluate` and so on are the
+    same without `jit`, to build larger programs from, such as a `vmap` over seeds.
 
     Args:
       algorithm: see `fedvi.algorithm`.
@@ -117,9 +114,6 @@ class Federation:
         if chunk_size is not None:
             checks.at_least("chunk_size", chunk_size, 1)
         checks.at_least("eval_batch_size", eval_batch_size, 1)
-        self.population = int((train.size > 0).sum())
-        if self.population == 0:
-            raise ValueError("train holds no example: every client is empty")
         self.clients = clients
         self.algorithm = algorithm
         self.selection = selection or full(clients)
@@ -127,6 +121,14 @@ class Federation:
             raise ValueError(
                 f"selection chooses from {self.selection.clients} clients, but train "
                 f"holds {clients}"
+            )
+        candidates = self.selection.candidates
+        sizes = train.size if candidates is None else train.size[candidates]
+        self.population = int((sizes > 0).sum())
+        if self.population == 0:
+            raise ValueError(
+                "train holds no example: every client is empty, or every one that "
+                "selection may pick"
             )
         contract.check(algorithm, train, test, self.population)
         self.train = jax.tree.map(jnp.asarray, train)
@@ -139,6 +141,8 @@ class Federation:
         )
         self._jit_evaluate = jax.jit(self.pure_evaluate)
         self._jit_evaluate_personal = jax.jit(self.pure_evaluate_personal)
+        self._jit_uncertainty_personal = jax.jit(self.pure_uncertainty_personal)
+        self._jit_clusters = jax.jit(self.pure_clusters)
 
     # The user's calls.
 
@@ -151,7 +155,7 @@ class Federation:
     def round(self, state: State) -> tuple[State, RoundMetrics]:
         """One round, one jitted call. Donates `state`."""
         state, metrics = self.rounds(state, 1)
-        return state, _take(metrics, 0)
+        return state, take(metrics, 0)
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
@@ -160,8 +164,11 @@ class Federation:
         return self._jit_rounds(state, self.train, n=n)
 
     def evaluate(self, state: State) -> Scores:
-        """Scores `[clients, ...]` of the global model on every client's test data."""
-        return self._jit_evaluate(state, self.test)
+        """Scores `[clients, ...]` of the global model on every client's test data.
+
+        Where the algorithm has an `assign`, of the client's own global model.
+        """
+        return self._jit_evaluate(state, self.train, self.test)
 
     def evaluate_personal(self, state: State) -> Scores:
         """Scores `[clients, ...]` of each client's personalised model on its test data.
@@ -169,6 +176,29 @@ class Federation:
         Every client, a participant so far or not, adapts to its training data first.
         """
         return self._jit_evaluate_personal(state, self.train, self.test)
+
+    def uncertainty_personal(
+        self, state: State, *data_sets: ClientData
+    ) -> tuple[Uncertainty, ...]:
+        """Entropy and mutual information, example by example, of the personal models.
+
+        Args:
+          state: as for `evaluate_personal`, whose models and draws these are.
+          data_sets: `ClientData` of the same clients, leaves `[clients, ...]`, for
+            instance the test data and out-of-distribution inputs.
+
+        Returns:
+          One `Uncertainty` with leaves `[clients, capacity]` for each.
+        """
+        return self._jit_uncertainty_personal(state, self.train, *data_sets)
+
+    def clusters(self, state: State) -> jax.Array:
+        """`[clients]` int32, the cluster of every client by `Algorithm.assign`.
+
+        Raises:
+          ValueError: the algorithm has none.
+        """
+        return self._jit_clusters(state, self.train)
 
     # The same as pure functions.
 
@@ -230,7 +260,7 @@ class Federation:
     def _client(self, operands, client_id):
         """One participant: (what is summed, what is stacked)."""
         key, round, message, clients, train = operands
-        client, data = _take(clients, client_id), _take(train, client_id)
+        client, data = take(clients, client_id), take(train, client_id)
         output = self.algorithm.client_update(
             derive(key, Purpose.CLIENT_UPDATE, round, client_id),
             round,
@@ -280,43 +310,36 @@ class Federation:
         return (), self.algorithm.score(
             derive(key, Purpose.SCORE, round, client_id),
             server,
-            _take(clients, client_id),
-            _take(train, client_id),
+            take(clients, client_id),
+            take(train, client_id),
         )
 
-    def pure_evaluate(self, state: State, test: ClientData) -> Scores:
-        """`evaluate` without `jit`."""
+    def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:
+        """`evaluate` without `jit`; with `Algorithm.assign` it needs the train data."""
+        return self._evaluate_each(client_evaluation.score_global, state, train, test)
 
-        def client(operands, client_id):
-            state, test = operands
-            # The same draws of the global model for every client.
-            key = derive(state.key, Purpose.PREDICT_GLOBAL, state.round)
-            predict = partial(self.algorithm.global_predictive, key, state.server)
-            data = _take(test, client_id)
-            return (), score_in_batches(predict, data, self.eval_batch_size)
-
-        ids = jnp.arange(self.clients)
-        return self._over_clients(client, (state, test), ids)[1]
-
-    def pure_evaluate_personal(self, state: State, train, test) -> Scores:
+    def pure_evaluate_personal(self, state: State, train: ClientData, test) -> Scores:
         """`evaluate_personal` without `jit`."""
-        algorithm = self.algorithm
+        return self._evaluate_each(client_evaluation.score_personal, state, train, test)
 
-        def client(operands, client_id):
-            state, train, test = operands
-            where = (state.round, client_id)
-            personal = algorithm.personalise(
-                derive(state.key, Purpose.PERSONALISE, *where),
-                state.server,
-                _take(state.clients, client_id),
-                _take(train, client_id),
-            )
-            key = derive(state.key, Purpose.PREDICT_PERSONAL, *where)
-            predict = partial(
-                algorithm.personal_predictive, key, state.server, personal
-            )
-            data = _take(test, client_id)
-            return (), score_in_batches(predict, data, self.eval_batch_size)
+    def pure_uncertainty_personal(
+        self, state: State, train: ClientData, *data_sets: ClientData
+    ) -> tuple[Uncertainty, ...]:
+        """`uncertainty_personal` without `jit`."""
+        one = client_evaluation.personal_uncertainty
+        return self._evaluate_each(one, state, train, *data_sets)
 
+    def pure_clusters(self, state: State, train: ClientData) -> jax.Array:
+        """`clusters` without `jit`."""
+        if self.algorithm.assign is None:
+            raise ValueError(
+                f"algorithm={self.algorithm.name} knows no clusters: it has no assign"
+            )
+        one = partial(client_evaluation.assign_cluster, self.algorithm)
         ids = jnp.arange(self.clients)
-        return self._over_clients(client, (state, train, test), ids)[1]
+        return self._over_clients(one, (state, train), ids)[1]
+
+    def _evaluate_each(self, one: Callable, *operands):
+        """`[clients, ...]` of a function of `client_evaluation`."""
+        one = partial(one, self.algorithm, self.eval_batch_size)
+        return self._over_clients(one, operands, jnp.arange(self.clients))[1]

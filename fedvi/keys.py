@@ -24,6 +24,7 @@ class Purpose(enum.IntEnum):
     PREDICT_GLOBAL = 6
     PREDICT_PERSONAL = 7
     SCORE = 8
+    ASSIGN = 9
 
 
 def derive(root, purpose: Purpose, round=0, client_id=0):

@@ -1,4 +1,4 @@
-"""What happens inside one client: minibatches of its masked data, and SGD on them."""
+"""What happens inside one client: minibatches of its data, and descent on them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ __all__ = [
     "LocalTraining",
     "cross_entropy",
     "fold_minibatches",
+    "minimise",
     "num_steps",
-    "sgd",
 ]
 
 
@@ -34,8 +34,11 @@ class LocalTraining(NamedTuple):
       epochs: τ, passes over the client's data; Python int.
       batch_size: examples a step; the last batch of an epoch may be smaller.
       learning_rate: a number, or a function of the round (an optax schedule).
-      momentum: heavy-ball momentum in [0, 1), started afresh in every round.
+      momentum: heavy-ball momentum of SGD in [0, 1).
       augment: optional `(key, x [batch, ...]) -> x` on raw inputs.
+      optimizer: "sgd", or "adam" with optax's defaults (pFedBayes, BPFed).
+      steps: R, minibatches a round; None: as many as `epochs` take. The last epoch
+        that they need is left unfinished. An empty client takes none.
     """
 
     epochs: int = 1
@@ -43,12 +46,17 @@ class LocalTraining(NamedTuple):
     learning_rate: float | Callable = 0.1
     momentum: float = 0.9
     augment: Callable | None = None
+    optimizer: str = "sgd"
+    steps: int | None = None
 
     def check(self) -> None:
         """Raises `ValueError` for a value outside its range."""
         checks.at_least("epochs", self.epochs, 0)
         checks.at_least("batch_size", self.batch_size, 1)
         checks.fraction("momentum", self.momentum)
+        checks.one_of("optimizer", self.optimizer, ("sgd", "adam"))
+        if self.steps is not None:
+            checks.at_least("steps", self.steps, 1)
         if not callable(self.learning_rate):
             checks.positive("learning_rate", self.learning_rate)
 
@@ -57,9 +65,15 @@ class LocalTraining(NamedTuple):
         rate = self.learning_rate
         return rate(round) if callable(rate) else rate
 
-    def optimizer(self, round) -> optax.GradientTransformation:
-        """SGD with this round's learning rate."""
-        return optax.sgd(self.learning_rate_at(round), self.momentum or None)
+    def optimizer_at(self, round) -> optax.GradientTransformation:
+        """The optimiser, with this round's learning rate.
+
+        Its moments may be kept over rounds: the rate is no part of them.
+        """
+        rate = self.learning_rate_at(round)
+        if self.optimizer == "adam":
+            return optax.adam(rate)
+        return optax.sgd(rate, self.momentum or None)
 
 
 def cross_entropy(logits, labels, mask):
@@ -76,14 +90,17 @@ def cross_entropy(logits, labels, mask):
 
 
 def num_steps(size, training: LocalTraining):
-    """Optimisation steps of one client in a round: epochs × ceil(size / batch)."""
-    return training.epochs * -(-size // training.batch_size)
+    """Minibatches of one client in a round: `steps`, or epochs × ceil(size / batch)."""
+    an_epoch = -(-size // training.batch_size)
+    if training.steps is None:
+        return training.epochs * an_epoch
+    return jnp.where(an_epoch > 0, training.steps, 0)
 
 
 def fold_minibatches(
     key, data, training: LocalTraining, step: Callable, carry: Any
 ) -> Any:
-    """Folds `step` over the shuffled minibatches of every epoch of one client.
+    """Folds `step` over the shuffled minibatches of one client.
 
     Clients of different sizes share one compiled program: the number of steps is
     that of the client's true size, so a small client costs what it should, an empty
@@ -105,7 +122,8 @@ def fold_minibatches(
     training.check()
     capacity = data.x.shape[0]
     batch_size = min(training.batch_size, capacity)
-    batches = -(-data.size // batch_size)
+    an_epoch = -(-data.size // batch_size)
+    total = num_steps(data.size, training._replace(batch_size=batch_size))
 
     def epoch(index, carry):
         epoch_key = jax.random.fold_in(key, index)
@@ -131,12 +149,13 @@ def fold_minibatches(
                 x = training.augment(augment_key, x)
             return step(loss_key, carry, Batch(x, data.y[slots], mask))
 
-        return jax.lax.fori_loop(0, batches, minibatch, carry)
+        left = total - index * an_epoch
+        return jax.lax.fori_loop(0, jnp.minimum(an_epoch, left), minibatch, carry)
 
-    return jax.lax.fori_loop(0, training.epochs, epoch, carry)
+    return jax.lax.fori_loop(0, -(-total // jnp.maximum(an_epoch, 1)), epoch, carry)
 
 
-def sgd(
+def minimise(
     key,
     round,
     params,
@@ -145,7 +164,7 @@ def sgd(
     loss: Callable,
     proximal: Callable | None = None,
 ):
-    """Minibatch SGD of one client from `params`.
+    """Minibatch descent of one client from `params`, its moments afresh.
 
     Args:
       key: typed PRNG key.
@@ -158,12 +177,19 @@ def sgd(
         penalty that is too stiff for gradient steps, applied after each step. The
         step size handed to it is lr / (1 - momentum): heavy-ball momentum multiplies
         every gradient by 1 / (1 - momentum) in the long run, and only with the same
-        factor is the fixed point that of loss + penalty.
+        factor is the fixed point that of loss + penalty. Only with SGD.
 
     Returns:
       (trained params, mean loss over the steps).
+
+    Raises:
+      ValueError: `proximal` with another optimiser than SGD.
     """
-    optimizer = training.optimizer(round)
+    if proximal is not None and training.optimizer != "sgd":
+        raise ValueError(
+            f"optimizer={training.optimizer!r} has no proximal step: use 'sgd'"
+        )
+    optimizer = training.optimizer_at(round)
     step_size = training.learning_rate_at(round) / (1 - training.momentum)
 
     def step(key, carry, batch):

@@ -16,6 +16,10 @@ def broken(algorithm, **functions):
 def test_a_good_algorithm_passes(task, train, test):
     for builder in (fedavg, local_only):
         contract.check(builder(task), train, test, 6)
+    clustered = fedavg(task)._replace(
+        assign=lambda key, server, client, data: (jnp.int32(0), server)
+    )
+    contract.check(clustered, train, test, 6)
 
 
 def test_slips_are_named(task, train, test):
@@ -36,6 +40,15 @@ def test_slips_are_named(task, train, test):
     def no_samples(key, server, x, mask):
         return task.model.apply(server.params, x, mask)
 
+    def cluster_only(key, server, client, data):
+        return jnp.int32(0)
+
+    def cluster_of_floats(key, server, client, data):
+        return jnp.zeros(2), server
+
+    def assign_params(key, server, client, data):
+        return jnp.int32(0), server.params
+
     for algorithm, message in (
         (object(), "algorithm=object must be a fedvi.Algorithm"),
         (broken(good, reduce="mean"), r"reduce='mean' must be one of \['sum', 'stack'"),
@@ -55,6 +68,15 @@ def test_slips_are_named(task, train, test):
         (
             broken(good, global_predictive=no_samples),
             r"global_predictive returns shape \(10, 3\) for 10 examples",
+        ),
+        (broken(good, assign=cluster_only), r"assign must return \(cluster \[\] int32"),
+        (
+            broken(good, assign=cluster_of_floats),
+            r"float32\[2\].* for the cluster: it must be a scalar int32",
+        ),
+        (
+            broken(good, assign=assign_params),
+            "assign changes the structure of the server's state",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -173,7 +173,8 @@ def test_seeds_may_be_vmapped(train, test, task):
         state, _ = federation.pure_rounds(
             federation.pure_init(key), federation.train, 2
         )
-        return state.server.params, federation.pure_evaluate(state, federation.test)
+        scores = federation.pure_evaluate(state, federation.train, federation.test)
+        return state.server.params, scores
 
     together = jax.jit(jax.vmap(run))(keys)
     alone = jax.jit(run)(keys[1])
@@ -190,6 +191,74 @@ def test_personal_evaluation_gives_every_client_its_own_model(train, test):
     expected = (test.y == train.size[:, None] % 3).sum(1)
     np.testing.assert_array_equal(scores.correct, expected)
     assert len(set(expected.tolist())) > 1
+
+
+def with_assign(assign) -> Algorithm:
+    """The model of a cluster always predicts the class of the cluster's number."""
+
+    def own_model(*arguments):
+        cluster = assign(*arguments)
+        return cluster, cluster.astype(jnp.float32)
+
+    def predictive(key, server, x, mask):
+        classes = jax.nn.one_hot(server.astype(jnp.int32), 3) * 9
+        return jax.nn.log_softmax(jnp.broadcast_to(classes, (1, x.shape[0], 3)))
+
+    return mean_of_data()._replace(assign=own_model, global_predictive=predictive)
+
+
+def test_with_assign_every_client_has_its_own_global_model(train, test):
+    algorithm = with_assign(
+        lambda key, server, client, data: (data.size + client["id"]) % 3
+    )
+    federation = Federation(algorithm, train, test)
+    state = number_clients(federation.init(jax.random.key(0)))
+    expected = (train.size + np.arange(7)) % 3
+    np.testing.assert_array_equal(federation.clusters(state), expected)
+    scores = federation.evaluate(state)
+    np.testing.assert_array_equal(scores.correct, (test.y == expected[:, None]).sum(1))
+    assert len(set(expected)) > 1
+
+
+def test_evaluate_and_clusters_assign_with_the_same_key(train, test):
+    """Each client's own, and another one in another round."""
+    algorithm = with_assign(
+        lambda key, server, client, data: jax.random.randint(key, (), 0, 3)
+    )
+    federation = Federation(algorithm, train, test)
+    state = federation.init(jax.random.key(0))
+    drawn = np.asarray(federation.clusters(state))
+    scores = federation.evaluate(state)
+    np.testing.assert_array_equal(scores.correct, (test.y == drawn[:, None]).sum(1))
+    later = np.asarray(federation.clusters(state._replace(round=state.round + 1)))
+    assert len(set(drawn)) > 1 and (drawn != later).any()
+
+
+def test_without_assign_there_are_no_clusters(train, test):
+    federation = Federation(mean_of_data(), train, test)
+    with pytest.raises(ValueError, match="mean_of_data knows no clusters"):
+        federation.clusters(federation.init(jax.random.key(0)))
+
+
+def test_uncertainty_of_examples_is_that_of_the_scores(train, test, task):
+    """Two data sets of different capacities, with the draws of `evaluate_personal`."""
+    plain = fedavg(task)
+
+    def noisy(key, server, personal, x, mask):
+        logits = task.model.apply(personal, x, mask)
+        noise = jax.random.normal(key, (4, *logits.shape))
+        return jax.nn.log_softmax(logits[None] + noise)
+
+    algorithm = plain._replace(personal_predictive=noisy)
+    federation = Federation(algorithm, train, test, eval_batch_size=4)
+    state = federation.init(jax.random.key(0))
+    of_test, of_train = federation.uncertainty_personal(state, test, train)
+    np.testing.assert_array_equal(of_train.mask.sum(1), train.size)
+    scores = federation.evaluate_personal(state)
+    for name in ("entropy", "mutual_information"):
+        summed = np.where(of_test.mask, getattr(of_test, name), 0).sum(1)
+        np.testing.assert_allclose(summed, getattr(scores, name), rtol=1e-5)
+    assert of_test.mutual_information.min() > 0
 
 
 class Normalised(linen.Module):
@@ -273,3 +342,23 @@ def test_a_cohort_of_weight_zero_changes_nothing(train, test):
     )
     state, _ = federation.round(federation.init(jax.random.key(0)))
     assert state.server == -5.0
+
+
+@pytest.mark.parametrize("reduce", ["sum", "stack"])
+def test_the_population_is_who_may_take_part(train, test, reduce):
+    """Client 4 is empty; 0, 2 and 6 stay out."""
+    algorithm = mean_of_data(reduce=reduce)._replace(
+        server_update=lambda key, round, server, aggregate: jnp.float32(
+            aggregate.population
+        )
+    )
+    few = uniform(7, 2, candidates=[1, 3, 4, 5])
+    federation = Federation(algorithm, train, test, selection=few)
+    state, metrics = federation.rounds(federation.init(jax.random.key(0)), 20)
+    assert federation.population == state.server == 3
+    assert set(np.ravel(metrics.client_ids).tolist()) == {1, 3, 4, 5}
+    np.testing.assert_array_equal(
+        state.clients["visits"] > 0, [False, True, False, True, False, True, False]
+    )
+    with pytest.raises(ValueError, match="or every one that selection may pick"):
+        Federation(algorithm, train, test, selection=uniform(7, 1, candidates=[4]))

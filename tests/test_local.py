@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedvi.data import ClientData
-from fedvi.local import Batch, LocalTraining, cross_entropy, fold_minibatches, sgd
+from fedvi.local import Batch, LocalTraining, cross_entropy, fold_minibatches, minimise
 
 CAPACITY, FEATURES = 500, 4
 X = np.random.default_rng(0).normal(size=(CAPACITY, FEATURES)).astype(np.float32)
@@ -93,7 +93,7 @@ def test_padded_sgd_equals_unpadded_numpy(size):  # C12
         return cross_entropy(batch.x @ weights, batch.y, batch.mask)
 
     weights = jnp.zeros((FEATURES, 3))
-    trained, _ = sgd(key, 0, weights, data, training, loss)
+    trained, _ = minimise(key, 0, weights, data, training, loss)
 
     orders = []
     for epoch in range(2):
@@ -130,8 +130,8 @@ def test_proximal_and_gradient_steps_have_the_same_fixed_point(momentum):
         return theta / (1 + step_size * weight)
 
     args = (jax.random.key(0), 0, jnp.float32(0.3), data, training)
-    np.testing.assert_allclose(sgd(*args, fit, proximal)[0], 0.25, rtol=1e-3)
-    np.testing.assert_allclose(sgd(*args, whole)[0], 0.25, rtol=1e-3)
+    np.testing.assert_allclose(minimise(*args, fit, proximal)[0], 0.25, rtol=1e-3)
+    np.testing.assert_allclose(minimise(*args, whole)[0], 0.25, rtol=1e-3)
 
 
 def test_augmentation_sees_raw_batches_and_its_own_keys():
@@ -170,3 +170,62 @@ def test_hyper_parameters_outside_their_range_are_named(field, value):
     data = ClientData(jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32), jnp.int32(2))
     with pytest.raises(ValueError, match=f"{field}={value!r} must"):
         fold_minibatches(jax.random.key(0), data, training, None, 0)
+
+
+@pytest.mark.parametrize("size, steps", [(0, 5), (1, 5), (7, 3), (130, 5)])
+def test_steps_replace_epochs(size, steps):
+    training = LocalTraining(epochs=9, batch_size=64, steps=steps)
+    slots = jnp.arange(CAPACITY, dtype=jnp.float32)[:, None]
+    data = ClientData(slots, jnp.zeros(CAPACITY, jnp.int32), jnp.int32(size))
+
+    def step(key, carry, batch):
+        counts, steps = carry
+        slot = batch.x[:, 0].astype(jnp.int32)
+        return counts.at[slot].add(batch.mask.astype(jnp.int32)), steps + 1
+
+    start = (jnp.zeros(CAPACITY, jnp.int32), 0)
+    counts, done = jax.jit(
+        lambda: fold_minibatches(jax.random.key(0), data, training, step, start)
+    )()
+    assert done == (steps if size else 0)
+    assert counts.max() - counts[:size].min(initial=counts.max()) <= 1
+    assert counts[size:].sum() == 0
+
+
+def test_adam_is_optax_adam():
+    training = LocalTraining(
+        epochs=3, batch_size=64, learning_rate=0.01, optimizer="adam"
+    )
+    data = ClientData(jnp.asarray(X[:64]), jnp.asarray(Y[:64]), jnp.int32(64))
+
+    def loss(key, weights, batch):
+        return cross_entropy(batch.x @ weights, batch.y, batch.mask)
+
+    trained, _ = minimise(
+        jax.random.key(0), 0, jnp.zeros((FEATURES, 3)), data, training, loss
+    )
+    weights = np.zeros((FEATURES, 3))
+    first, second = np.zeros_like(weights), np.zeros_like(weights)
+    for t in range(1, 4):  # the whole data set is one batch: order does not matter
+        logits = X[:64].astype(np.float64) @ weights
+        p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        p[np.arange(64), Y[:64]] -= 1
+        gradient = X[:64].T @ p / 64
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient**2
+        scaled = (first / (1 - 0.9**t)) / (np.sqrt(second / (1 - 0.999**t)) + 1e-8)
+        weights -= 0.01 * scaled
+    np.testing.assert_allclose(trained, weights, rtol=1e-4, atol=1e-6)
+
+
+def test_a_proximal_step_needs_sgd():
+    training = LocalTraining(optimizer="adam")
+    data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
+    with pytest.raises(ValueError, match="optimizer='adam'"):
+        minimise(jax.random.key(0), 0, 0.0, data, training, None, lambda p, s: p)
+
+
+@pytest.mark.parametrize("field, value", [("optimizer", "lion"), ("steps", 0)])
+def test_a_bad_optimizer_or_number_of_steps_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}="):
+        LocalTraining(**{field: value}).check()

@@ -4,17 +4,25 @@ import inspect
 from collections.abc import Callable
 
 from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.bpfed import bpfed
+from fedvi.algorithms.cfedbayes import cfedbayes
+from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
+from fedvi.algorithms.sfedbayes import sfedbayes
 
 __all__ = [
     "ALGORITHMS",
+    "bpfed",
     "build",
     "centralised",
+    "cfedbayes",
+    "fedabml",
     "fedavg",
     "fedbabu",
     "fedhb_mixture",
@@ -22,7 +30,9 @@ __all__ = [
     "fedprox",
     "local_only",
     "options_of",
+    "pfedbayes",
     "register",
+    "sfedbayes",
 ]
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {}
@@ -46,6 +56,11 @@ for _builder in (
     fedbabu,
     fedhb_niw,
     fedhb_mixture,
+    pfedbayes,
+    sfedbayes,
+    cfedbayes,
+    bpfed,
+    fedabml,
     local_only,
     centralised,
 ):

@@ -5,14 +5,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fedvi import checks
 from fedvi.algorithm import Task
-from fedvi.local import cross_entropy, sgd
+from fedvi.distributions.draws import standard_normal_like
+from fedvi.local import minimise
 from fedvi.nn import Model
 
 __all__ = [
     "classification_loss",
     "finetune",
     "log_probabilities",
+    "normal_init",
     "predict_with_params",
     "quadratic_penalty",
     "require_body",
@@ -30,8 +33,22 @@ def require_body(task: Task, algorithm: str) -> None:
 
 
 def classification_loss(model: Model, params, batch):
-    """Mean cross-entropy of `model` with `params` on a `Batch`."""
-    return cross_entropy(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+    """Loss of `model` with `params` on a `Batch`: cross-entropy, unless it says so."""
+    return model.loss(model.apply(params, batch.x, batch.mask), batch.y, batch.mask)
+
+
+def normal_init(model: Model, key, std: float | None):
+    """Parameters from N(0, std²), biases included; None: the model's initialiser.
+
+    Raises:
+      ValueError: `std` is not positive.
+    """
+    params = model.init(key)
+    if std is None:
+        return params
+    checks.positive("init_std", std)
+    noise = standard_normal_like(key, params)
+    return jax.tree.map(lambda z: std * z, noise)
 
 
 def log_probabilities(model: Model, params, x, mask=None):
@@ -68,7 +85,7 @@ def finetune(task: Task, key, params, data):
     def loss(key, params, batch):
         return classification_loss(task.model, params, batch)
 
-    return sgd(key, 0, params, data, task.finetuning, loss)[0]
+    return minimise(key, 0, params, data, task.finetuning, loss)[0]
 
 
 def predict_with_params(model: Model) -> Callable:

@@ -18,7 +18,7 @@ from fedvi.algorithms.common import (
     log_probabilities,
     predict_with_params,
 )
-from fedvi.local import sgd
+from fedvi.local import minimise
 
 __all__ = ["Server", "fedavg"]
 
@@ -73,7 +73,7 @@ def fedavg(
         return Server(params, optimizer.init(params))
 
     def client_update(key, round, server, client, data):
-        params, value = sgd(key, round, server.params, data, task.training, loss)
+        params, value = minimise(key, round, server.params, data, task.training, loss)
         return ClientOutput(params, data.size, metrics={"loss": value})
 
     def server_update(key, round, server, aggregate):

@@ -12,7 +12,7 @@ from fedvi.algorithms.common import (
     predict_with_params,
     require_body,
 )
-from fedvi.local import sgd
+from fedvi.local import minimise
 
 __all__ = ["fedbabu"]
 
@@ -35,7 +35,7 @@ def fedbabu(task: Task) -> Algorithm:
         def loss(key, body, batch):
             return classification_loss(model, {**server, "body": body}, batch)
 
-        body, value = sgd(key, round, server["body"], data, task.training, loss)
+        body, value = minimise(key, round, server["body"], data, task.training, loss)
         return ClientOutput(body, 1.0, metrics={"loss": value})
 
     def server_update(key, round, server, aggregate):

@@ -17,7 +17,7 @@ from fedvi.algorithms.common import (
     require_body,
 )
 from fedvi.distributions import mixture
-from fedvi.local import fold_minibatches, sgd
+from fedvi.local import fold_minibatches, minimise
 
 __all__ = ["Server", "fedhb_mixture"]
 
@@ -119,7 +119,7 @@ def fedhb_mixture(
             fit = classification_loss(model, params, batch)
             return fit + penalty(server, data, body)
 
-        body, value = sgd(
+        body, value = minimise(
             body_key,
             round,
             start_body(start_key, server, data),
@@ -135,7 +135,7 @@ def fedhb_mixture(
             labels = jnp.full_like(batch.y, nearest)
             return classification_loss(gate_model, gate, batch._replace(y=labels))
 
-        gate_body, gate_value = sgd(
+        gate_body, gate_value = minimise(
             gate_key, round, server.gate["body"], data, task.training, gate_loss
         )
         statistics = {
@@ -185,7 +185,7 @@ def fedhb_mixture(
             return fit + penalty(server, data, params["body"])
 
         params = {"body": body, "head": server.head}
-        return sgd(train_key, 0, params, data, task.finetuning, loss)[0]
+        return minimise(train_key, 0, params, data, task.finetuning, loss)[0]
 
     return Algorithm(
         name="fedhb_mixture",

@@ -20,7 +20,7 @@ from fedvi.algorithms.common import (
 )
 from fedvi.distributions import dropout, normal_inverse_wishart, student_t
 from fedvi.distributions.normal_inverse_wishart import NIW, NIWHyper
-from fedvi.local import sgd
+from fedvi.local import minimise
 from fedvi.nn import parameter_count
 
 __all__ = ["Server", "fedhb_niw"]
@@ -135,7 +135,9 @@ def fedhb_niw(
             return loss(server, weights, key, params, batch)
 
         proximal = partial(_proximal_step, centre, weights) if joint else None
-        body, value = sgd(key, round, centre, data, task.training, body_loss, proximal)
+        body, value = minimise(
+            key, round, centre, data, task.training, body_loss, proximal
+        )
         statistics = {"sum_m": body, "sum_m2": jax.tree.map(jnp.square, body)}
         return ClientOutput(statistics, 1.0, metrics={"loss": value})
 
@@ -173,7 +175,7 @@ def fedhb_niw(
             body = _proximal_step(centre, weights, params["body"], step_size)
             return {**params, "body": body}
 
-        return sgd(
+        return minimise(
             key,
             0,
             {"body": centre, "head": server.head},

@@ -7,7 +7,7 @@ from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import classification_loss, quadratic_penalty
 from fedvi.algorithms.fedavg import fedavg
-from fedvi.local import sgd
+from fedvi.local import minimise
 
 __all__ = ["fedprox"]
 
@@ -28,7 +28,7 @@ def fedprox(task: Task, *, mu: float = 0.01) -> Algorithm:
             proximal = quadratic_penalty(params, server.params, mu)
             return classification_loss(task.model, params, batch) + proximal
 
-        params, value = sgd(key, round, server.params, data, task.training, loss)
+        params, value = minimise(key, round, server.params, data, task.training, loss)
         return ClientOutput(params, data.size, metrics={"loss": value})
 
     return fedavg(task)._replace(name="fedprox", client_update=client_update)

@@ -7,7 +7,7 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import classification_loss, finetune
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.data import ClientData
-from fedvi.local import sgd
+from fedvi.local import minimise
 
 __all__ = ["centralised", "local_only"]
 
@@ -27,7 +27,7 @@ def local_only(task: Task) -> Algorithm:
         return server.params
 
     def client_update(key, round, server, client, data):
-        params, value = sgd(key, round, client, data, task.training, loss)
+        params, value = minimise(key, round, client, data, task.training, loss)
         return ClientOutput((), 1.0, params, {"loss": value})
 
     def personalise(key, server, client, data):
@@ -59,7 +59,7 @@ def centralised(task: Task) -> Algorithm:
 
     def server_update(key, round, server, aggregate):
         pooled = _pool(aggregate.statistics)
-        params, _ = sgd(key, round, server.params, pooled, task.training, loss)
+        params, _ = minimise(key, round, server.params, pooled, task.training, loss)
         return server._replace(params=params)
 
     return fedavg(task)._replace(

@@ -8,6 +8,7 @@ from fedvi.data.client_data import (
     federate,
     hold_out,
 )
+from fedvi.data.clusters import CLUSTER_TRANSFORMS, join_halves, transform_half
 from fedvi.data.partitions import (
     PARTITIONS,
     Partition,
@@ -23,6 +24,7 @@ from fedvi.data.sources import Dataset, load, validate
 from fedvi.data.transforms import crop_and_flip, pixel_statistics, standardise
 
 __all__ = [
+    "CLUSTER_TRANSFORMS",
     "PARTITIONS",
     "ClientData",
     "Dataset",
@@ -38,10 +40,12 @@ __all__ = [
     "federate",
     "hold_out",
     "iid",
+    "join_halves",
     "label_sorted_shards",
     "load",
     "partition",
     "pixel_statistics",
     "standardise",
+    "transform_half",
     "validate",
 ]

@@ -40,6 +40,7 @@ class FederatedData:
     classes: int
     name: str
     fidelity: str  # one line on what the data really are
+    clusters: np.ndarray | None = None  # [clients] int32, the true ones if known
 
 
 def federate(dataset: Dataset, partition: Partition) -> FederatedData:

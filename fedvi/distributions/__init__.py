@@ -9,6 +9,7 @@ from fedvi.distributions import (
     mean_field,
     mixture,
     normal_inverse_wishart,
+    spike_and_slab,
     student_t,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "mean_field",
     "mixture",
     "normal_inverse_wishart",
+    "spike_and_slab",
     "student_t",
 ]

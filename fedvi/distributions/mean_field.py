@@ -1,6 +1,11 @@
-"""Mean-field normal N(mu, σ²) over parameter pytrees, σ = max(softplus(rho), floor)."""
+"""Mean-field normal N(mu, σ²) over parameter pytrees.
 
-from typing import NamedTuple
+σ is softplus(rho) (pFedBayes, BPFed) or exp(rho) (FedABML), kept above `SCALE_FLOOR`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import chex
 import distrax
@@ -10,7 +15,23 @@ import numpy as np
 
 from fedvi.distributions.draws import standard_normal_like
 
-__all__ = ["SCALE_FLOOR", "MeanField", "from_scale", "init", "kl", "sample", "scale"]
+__all__ = [
+    "SCALE_CEILING",
+    "SCALE_FLOOR",
+    "Link",
+    "MeanField",
+    "from_moments",
+    "from_rho",
+    "from_scale",
+    "init",
+    "kl",
+    "kl_by_weight",
+    "moments",
+    "sample",
+    "scale",
+]
+
+Link = Literal["softplus", "exp"]
 
 SCALE_FLOOR = 1e-8
 """Least σ.
@@ -21,96 +42,229 @@ floor, inside float32's 3e38. And 1e-8 is the spacing of float32 numbers at 0.1:
 draw of a weight could not show a smaller σ. A rho below the floor has gradient 0.
 """
 
+SCALE_CEILING = 1e4
+"""Greatest σ of the exp link, where float32 overflows from rho = 89.
 
-class MeanField(NamedTuple):
-    """Parameters of a mean-field normal.
+σ_q² / σ_p³ is then at most 1e32. A rho above the ceiling has gradient 0. The softplus
+link grows like rho itself and needs no ceiling.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MeanField:
+    """Parameters of a mean-field normal, a pytree of `mu` and `rho`.
 
     Attributes:
       mu: means, parameter pytree.
       rho: unconstrained scales, same structure; see `scale`.
+      link: what makes a scale of rho, "softplus" (pFedBayes Eq. 29) or "exp" (FedABML
+        §4). Static: part of the pytree's structure.
+
+    Raises:
+      ValueError: another link.
     """
 
     mu: chex.ArrayTree
     rho: chex.ArrayTree
+    link: Link = field(default="softplus", metadata={"static": True})
+
+    def __post_init__(self):
+        if self.link not in get_args(Link):
+            raise ValueError(
+                f"link={self.link!r} is unknown: choose one of {get_args(Link)}"
+            )
 
 
 def scale(q: MeanField) -> chex.ArrayTree:
-    """σ = max(softplus(rho), SCALE_FLOOR), the standard deviations."""
-    return jax.tree.map(_scale, q.rho)
+    """σ, the standard deviations.
+
+    max(softplus(rho), SCALE_FLOOR), or exp(rho) clipped to
+    [SCALE_FLOOR, SCALE_CEILING].
+    """
+    return jax.tree.map(lambda rho: _scale(rho, q.link), q.rho)
 
 
-def init(params: chex.ArrayTree, sigma: float) -> MeanField:
+def from_rho(params: chex.ArrayTree, rho: float, link: Link = "softplus") -> MeanField:
+    """A mean-field normal around `params` with one unconstrained scale for all weights.
+
+    Args:
+      params: means, parameter pytree.
+      rho: unconstrained scale (pFedBayes §6.2: -2.5, σ = 0.079; its public code: -3,
+        σ = 0.049).
+      link: see `MeanField`.
+
+    Raises:
+      ValueError: rho is NaN or infinite, or link is unknown.
+    """
+    if not math.isfinite(rho):
+        raise ValueError(f"rho={rho} must be a finite number, such as pFedBayes' -2.5")
+    return MeanField(
+        params, jax.tree.map(lambda m: jnp.full_like(m, rho), params), link
+    )
+
+
+def init(params: chex.ArrayTree, sigma: float, link: Link = "softplus") -> MeanField:
     """A mean-field normal around `params` with one standard deviation for all weights.
 
     Args:
       params: means, parameter pytree.
-      sigma: standard deviation, above SCALE_FLOOR.
+      sigma: standard deviation; as in `from_scale`.
+      link: see `MeanField`.
 
     Raises:
       ValueError: as `from_scale`.
     """
-    return from_scale(params, jax.tree.map(lambda m: jnp.full_like(m, sigma), params))
+    # Under `jit` the filled arrays could not be checked any more.
+    _check_scale(sigma, "", link)
+    sigmas = jax.tree.map(lambda m: jnp.full_like(m, sigma), params)
+    return from_scale(params, sigmas, link)
 
 
-def from_scale(mu: chex.ArrayTree, sigma: chex.ArrayTree) -> MeanField:
+def from_scale(
+    mu: chex.ArrayTree, sigma: chex.ArrayTree, link: Link = "softplus"
+) -> MeanField:
     """A mean-field normal from its means and standard deviations.
 
     Args:
       mu: means, pytree.
-      sigma: standard deviations, same structure and shapes; finite and above
-        SCALE_FLOOR. Values traced by `jit`, `vmap` or `grad` cannot be checked.
+      sigma: standard deviations, same structure and shapes; finite, above SCALE_FLOOR
+        and, for the exp link, at most SCALE_CEILING. Values traced by `jit`, `vmap` or
+        `grad` cannot be checked.
+      link: see `MeanField`.
 
     Raises:
-      ValueError: sigma has a value that is NaN, infinite, or not above SCALE_FLOOR.
+      ValueError: sigma has a value that is NaN, infinite or out of these bounds, or
+        link is unknown.
     """
     for path, leaf in jax.tree.leaves_with_path(sigma):
-        _check_scale(leaf, jax.tree_util.keystr(path))
-    # The inverse of softplus, log(exp σ - 1), without the overflow.
-    rho = jax.tree.map(lambda s: s + jnp.log(-jnp.expm1(-s)), sigma)
-    return MeanField(mu, rho)
+        _check_scale(leaf, jax.tree_util.keystr(path), link)
+    return MeanField(mu, jax.tree.map(lambda s: _unconstrained(s, link), sigma), link)
 
 
 def sample(
     key: chex.PRNGKey, q: MeanField, eps_scale: chex.Numeric = 1.0
 ) -> chex.ArrayTree:
-    """One reparametrised draw mu + eps_scale · σ · z, z ~ N(0, 1).
+    """One reparametrised draw mu + eps_scale · σ · z, z ~ N(0, 1) (pFedBayes Eq. 29).
 
     Args:
       key: typed PRNG key.
       q: the distribution.
-      eps_scale: factor on the noise; 0 gives the means.
+      eps_scale: factor on the noise: 1 as in the papers, 1e-3 as in their public code,
+        0 for the means.
     """
     noise = standard_normal_like(key, q.mu)
     return jax.tree.map(lambda m, s, z: m + eps_scale * s * z, q.mu, scale(q), noise)
 
 
 def kl(q: MeanField, p: MeanField) -> jax.Array:
-    """KL(q ‖ p) in nats, summed over all weights, scalar.
+    """KL(q ‖ p) in nats, summed over all weights, scalar (pFedBayes Eq. 9).
 
-    Finite with a finite gradient in float32 for every rho up to 200 (σ = 200) and down
-    to minus infinity, thanks to the floor.
+    The links may differ. Finite with a finite gradient in float32 for every rho from
+    minus infinity up to 1e6 (softplus) and for every rho (exp), thanks to the floor and
+    the ceiling.
     """
-
-    def leaf(mu_q, rho_q, mu_p, rho_p):
-        normal_q = distrax.Normal(mu_q, _scale(rho_q))
-        normal_p = distrax.Normal(mu_p, _scale(rho_p))
-        return jnp.sum(normal_q.kl_divergence(normal_p))
-
-    return sum(jax.tree.leaves(jax.tree.map(leaf, *q, *p)))
+    leaves = jax.tree.leaves(kl_by_weight(q, p))
+    return sum(jnp.sum(leaf) for leaf in leaves)
 
 
-def _scale(rho):
+def kl_by_weight(q: MeanField, p: MeanField) -> chex.ArrayTree:
+    """The terms of `kl`, structure and shapes of `q.mu`."""
+
+    def leaf(mu_q, sigma_q, mu_p, sigma_p):
+        # Seen from p's mean: distrax divides each mean by σ_p before it subtracts.
+        normal_q = distrax.Normal(mu_q - mu_p, sigma_q)
+        normal_p = distrax.Normal(jnp.zeros_like(mu_p), sigma_p)
+        return normal_q.kl_divergence(normal_p)
+
+    return jax.tree.map(leaf, q.mu, scale(q), p.mu, scale(p))
+
+
+def moments(q: MeanField, centre: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
+    """What a server must average over clients to find the normal closest to them.
+
+    Args:
+      q: a client's distribution.
+      centre: c, structure of `q.mu`: any point near the means, the same for all
+        clients. Moments around zero would cancel in float32.
+
+    Returns:
+      Three pytrees: `mass` 1, `first` μ - c, `second` σ² + (μ - c)².
+    """
+    shift = jax.tree.map(jnp.subtract, q.mu, centre)
+    return {
+        "mass": jax.tree.map(jnp.ones_like, shift),
+        "first": shift,
+        "second": jax.tree.map(lambda d, s: d**2 + s**2, shift, scale(q)),
+    }
+
+
+def from_moments(
+    mean_statistics: dict[str, chex.ArrayTree],
+    centre: chex.ArrayTree,
+    link: Link = "softplus",
+) -> MeanField:
+    """The normal closest to the clients' (pFedBayes Lemma A.2).
+
+    With m_i the mass, 1 for `MeanField`, it minimises over w
+
+        Σ_i m_i KL(q_i ‖ w) = Σ_i m_i [log σ_w + (σ_i² + (μ_i - μ_w)²) / 2σ_w²] + const,
+
+    whose derivatives vanish at
+
+        μ_w = Σ_i m_i μ_i / Σ_i m_i,  σ_w² = Σ_i m_i (σ_i² + μ_i²) / Σ_i m_i - μ_w².
+
+    Args:
+      mean_statistics: (weighted) mean over clients of their `moments`; mass positive.
+      centre: c, as given to `moments`.
+      link: see `MeanField`.
+
+    Returns:
+      The optimum, its σ kept within the bounds of `scale`.
+
+    Raises:
+      ValueError: link is unknown.
+    """
+    mass = mean_statistics["mass"]
+    shift = jax.tree.map(jnp.divide, mean_statistics["first"], mass)
+
+    def rho(second, mass, shift):
+        variance = second / mass - shift**2
+        return _unconstrained(jnp.sqrt(jnp.maximum(variance, SCALE_FLOOR**2)), link)
+
+    return MeanField(
+        jax.tree.map(jnp.add, centre, shift),
+        jax.tree.map(rho, mean_statistics["second"], mass, shift),
+        link,
+    )
+
+
+def _scale(rho, link):
+    if link == "exp":
+        return jnp.exp(jnp.clip(rho, math.log(SCALE_FLOOR), math.log(SCALE_CEILING)))
     return jnp.maximum(jax.nn.softplus(rho), SCALE_FLOOR)
 
 
-def _check_scale(leaf, path):
+def _unconstrained(sigma, link):
+    """The rho whose `_scale` is sigma."""
+    if link == "exp":
+        return jnp.log(sigma)
+    # The inverse of softplus, log(exp σ - 1), without the overflow.
+    return sigma + jnp.log(-jnp.expm1(-sigma))
+
+
+def _check_scale(sigma, path, link):
     try:
-        values = np.asarray(leaf)
+        values = np.asarray(sigma)
     except jax.errors.TracerArrayConversionError:
         return
-    bad = values[~(np.isfinite(values) & (values > SCALE_FLOOR))]
+    bounds, inside = f"finite and above {SCALE_FLOOR}", np.isfinite(values)
+    inside &= values > SCALE_FLOOR
+    if link == "exp":
+        bounds += f" and at most {SCALE_CEILING:g} (exp link)"
+        inside &= values <= SCALE_CEILING
+    bad = values[~inside]
     if bad.size:
         raise ValueError(
-            f"sigma{path} holds {bad.flat[0]}: a standard deviation must be finite and "
-            f"above {SCALE_FLOOR}"
+            f"sigma{path} holds {bad.flat[0]}: a standard deviation must be {bounds}"
         )

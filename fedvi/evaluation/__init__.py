@@ -1,19 +1,21 @@
-"""Evaluation: accuracy and calibration of predictive distributions over clients."""
+"""Evaluation: accuracy, calibration and uncertainty of predictions over clients."""
 
 from fedvi.evaluation.batches import score_in_batches
-from fedvi.evaluation.metrics import (
-    Scores,
-    predictive_log_probs,
-    reliability,
-    score,
-    summarise,
-)
+from fedvi.evaluation.clustering import adjusted_rand_index
+from fedvi.evaluation.metrics import Scores, reliability, score, summarise
+from fedvi.evaluation.predictive import predictive_log_probs, predictive_uncertainty
+from fedvi.evaluation.uncertainty import Uncertainty, auroc, uncertainty_in_batches
 
 __all__ = [
     "Scores",
+    "Uncertainty",
+    "adjusted_rand_index",
+    "auroc",
     "predictive_log_probs",
+    "predictive_uncertainty",
     "reliability",
     "score",
     "score_in_batches",
     "summarise",
+    "uncertainty_in_batches",
 ]

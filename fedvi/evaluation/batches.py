@@ -1,21 +1,18 @@
-"""Scores of one client's padded test data, a batch at a time."""
+"""Figures of one client's padded test data, a batch at a time."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedvi.evaluation.metrics import Scores, score
 
-__all__ = ["score_in_batches"]
+__all__ = ["fold_batches", "score_in_batches"]
 
 
 def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
-    """Scores a client's examples in even batches.
-
-    Batches are as few as `batch_size` allows and, by the client's true size, as even
-    as can be: with batch statistics a small last batch would be predicted worse than
-    the others, and nobody's figures should depend on another client's size.
+    """Scores a client's examples in the batches of `fold_batches`.
 
     Args:
       predict: `(x [batch, ...], mask [batch]) -> log-probabilities
@@ -26,12 +23,46 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
     Returns:
       Sums over the client's real examples.
     """
+
+    width = min(batch_size, data.x.shape[0])
+
+    def scores(x, y, mask):
+        return score(predict(x, mask), y, mask)
+
+    def add(total, start, *batch):
+        return jax.tree.map(jnp.add, total, scores(*batch))
+
+    shapes = jax.eval_shape(
+        scores, data.x[:width], data.y[:width], jnp.ones(width, bool)
+    )
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return fold_batches(add, data, batch_size, zero)
+
+
+def fold_batches(step: Callable, data, batch_size: int, carry: Any) -> Any:
+    """Folds `step` over a client's examples in even batches.
+
+    Batches are as few as `batch_size` allows and, by the client's true size, as even
+    as can be: with batch statistics a small last batch would be predicted worse than
+    the others, and nobody's figures should depend on another client's size.
+
+    Args:
+      step: `(carry, start, x [batch, ...], y [batch], mask [batch]) -> carry`; the
+        batch is a slice of the client's slots from `start`, its own examples those
+        that the mask marks. Every real example is marked once.
+      data: one client's `ClientData`.
+      batch_size: most examples in one batch.
+      carry: pytree.
+
+    Returns:
+      The carry after the last batch.
+    """
     capacity = data.x.shape[0]
     width = min(batch_size, capacity)
     batches = -(-data.size // width)
     even = -(-data.size // jnp.maximum(batches, 1))
 
-    def one(b):
+    def one(b, carry):
         first = b * even
         # The last slices are moved back to fit; the mask says what is the batch's own.
         start = jnp.minimum(first, capacity - width)
@@ -39,11 +70,6 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
         x = jax.lax.dynamic_slice_in_dim(data.x, start, width)
         y = jax.lax.dynamic_slice_in_dim(data.y, start, width)
         mask = (slots >= first) & (slots < jnp.minimum(first + even, data.size))
-        return score(predict(x, mask), y, mask)
+        return step(carry, start, x, y, mask)
 
-    zero = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, jnp.int32(0))
-    )
-    return jax.lax.fori_loop(
-        0, batches, lambda b, total: jax.tree.map(jnp.add, total, one(b)), zero
-    )
+    return jax.lax.fori_loop(0, batches, one, carry)

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-__all__ = ["Scores", "predictive_log_probs", "reliability", "score", "summarise"]
+from fedvi.evaluation.predictive import predictive_log_probs, predictive_uncertainty
+
+__all__ = ["Scores", "reliability", "score", "summarise"]
 
 
 class Scores(NamedTuple):
@@ -25,23 +27,11 @@ class Scores(NamedTuple):
     correct: Array  # [] number classified correctly
     nll: Array  # [] sum of -log p(label)
     brier: Array  # [] sum of sum_c (p_c - [c = label])^2
+    entropy: Array  # [] sum of the entropies of the averaged predictions, nats
+    mutual_information: Array  # [] sum over examples, of label and weights, nats
     bin_count: Array  # [bins] number whose top probability lies in the bin
     bin_correct: Array  # [bins] how many of them are classified correctly
     bin_confidence: Array  # [bins] sum of their top probabilities
-
-
-def predictive_log_probs(log_probs: Array) -> Array:
-    """Averages Monte-Carlo predictive distributions as probabilities, in log space.
-
-    `log p(c|x) = logsumexp_s log p_s(c|x) - log S`.
-
-    Args:
-      log_probs: `[samples, ..., classes]`, normalised log-probabilities per sample.
-
-    Returns:
-      `[..., classes]` log-probabilities of the mixture of the S samples.
-    """
-    return jax.nn.logsumexp(log_probs, axis=0) - jnp.log(float(log_probs.shape[0]))
 
 
 def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Scores:
@@ -50,7 +40,8 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
     The Brier score is the multi-class one, the squared error summed over classes, so
     it lies in [0, 2]. Calibration bins have equal width and are open on the left,
     `(l, r]`. A row with mask False contributes exactly 0, whatever it holds, NaN
-    included. A valid row with NaN counts as wrong and makes `nll` NaN.
+    included. A valid row with NaN counts as wrong and makes `nll` NaN. Entropy and
+    mutual information are those of `predictive_uncertainty`.
 
     Args:
       log_probs: `[samples, batch, classes]`, log of S Monte-Carlo predictive
@@ -65,7 +56,9 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
     _check(log_probs, labels, mask, bins)
     mask = jnp.asarray(mask, bool)
     log_probs = jnp.where(mask[None, :, None], log_probs, 0.0)
-    log_p = predictive_log_probs(log_probs.astype(jnp.float32))
+    log_probs = log_probs.astype(jnp.float32)
+    log_p = predictive_log_probs(log_probs)
+    entropy, information = predictive_uncertainty(log_probs)
     classes = log_p.shape[-1]
     labels = jnp.where(mask, labels, 0)
     nll = -jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
@@ -82,6 +75,8 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
         correct=jnp.sum(weight * correct),
         nll=jnp.sum(jnp.where(mask, nll, 0.0)),
         brier=jnp.sum(jnp.where(mask, brier, 0.0)),
+        entropy=jnp.sum(jnp.where(mask, entropy, 0.0)),
+        mutual_information=jnp.sum(jnp.where(mask, information, 0.0)),
         bin_count=jnp.sum(in_bin, axis=0),
         bin_correct=jnp.sum(in_bin * correct[:, None], axis=0),
         bin_confidence=jnp.sum(in_bin * confidence[:, None], axis=0),
@@ -97,7 +92,8 @@ def summarise(scores: Scores) -> dict[str, float | int]:
       scores: stacked `Scores`, every leaf with a leading `[clients]` axis.
 
     Returns:
-      `accuracy` (per cent), `nll` (nats), `brier`: macro, the mean over clients.
+      `accuracy` (per cent), `nll` (nats), `brier`, `entropy` and `mutual_information`
+      (nats): macro, the mean over clients of the mean over their examples.
       `ece`, `mce`: fractions in [0, 1], from the bins pooled over clients; expected
       and maximum of |accuracy - confidence| over the bins that are not empty.
       `accuracy_std`: population standard deviation over clients, per cent.
@@ -119,6 +115,8 @@ def summarise(scores: Scores) -> dict[str, float | int]:
         "accuracy": float(np.mean(accuracy)),
         "nll": float(np.mean(scores.nll / scores.count)),
         "brier": float(np.mean(scores.brier / scores.count)),
+        "entropy": float(np.mean(scores.entropy / scores.count)),
+        "mutual_information": float(np.mean(scores.mutual_information / scores.count)),
         "ece": ece,
         "mce": mce,
         "accuracy_std": float(np.std(accuracy)),

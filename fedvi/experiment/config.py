@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
@@ -22,9 +22,13 @@ PARTITION_OPTIONS = (
 )
 
 
-def _setting(default, help: str, **bounds) -> Any:
-    """A field with its help text and, of `at_least, above, at_most, below`, bounds."""
-    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+def _setting(default, help: str, *, added: bool = False, **bounds) -> Any:
+    """A field with its help text and, of `at_least, above, at_most, below`, bounds.
+
+    `added`: after runs without it were written; they go on as if it had its default.
+    """
+    metadata = {"help": help, "added": added, **bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,30 @@ class ExperimentConfig:
     retries: int | None = _setting(
         None, "Draws until every client has min_size (dirichlet).", at_least=1
     )
+    cluster_transform: str = _setting(
+        "none",
+        "Two clusters: what is done to the data of the second half of the clients. "
+        "invert: pixels x become 255 - x; rotate: images rotated by 180 degrees; "
+        'relabel: label c becomes classes - 1 - c (cFedBayes\' "reversed" data are one '
+        "of the three, it does not say which).",
+        added=True,
+    )
+    second_dataset: str | None = _setting(
+        None,
+        "Two clusters: the data set of the second half of the clients, partitioned "
+        "like dataset, whose pixel mean and deviation serve both.",
+        added=True,
+    )
+    second_data_file: str | None = _setting(
+        None, "The data_file of second_dataset.", added=True
+    )
+    novel_clients: int = _setting(
+        0,
+        "Clients, chosen with partition_seed, that never take part in training "
+        "(BPFed §VI-C: 1 of 10; FedABML Table 2: 80 of 100).",
+        added=True,
+        at_least=0,
+    )
     partition_seed: int = _setting(
         0, "Seed of the partition, the same for all seeds of a run.", at_least=0
     )
@@ -114,7 +142,10 @@ class ExperimentConfig:
 
     rounds: int = _setting(320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1)
     fraction: float = _setting(
-        0.1, "f: ⌊N·f⌋ clients take part in a round.", above=0, at_most=1
+        0.1,
+        "f: ⌊N·f⌋ clients take part in a round; novel_clients are no part of N.",
+        above=0,
+        at_most=1,
     )
     epochs: int = _setting(1, "τ, local epochs a round.", at_least=1)
     batch_size: int = _setting(50, "Examples a step.", at_least=1)
@@ -126,7 +157,13 @@ class ExperimentConfig:
         (0.5, 0.75), "Fractions of the rounds at which the learning rate decays."
     )
     momentum: float = _setting(
-        0.9, "Heavy-ball momentum, afresh in every round.", at_least=0, below=1
+        0.9, "Heavy-ball momentum of SGD, afresh in every round.", at_least=0, below=1
+    )
+    optimizer: Literal["sgd", "adam"] = _setting(
+        "sgd", "Of the clients, in training and fine-tuning.", added=True
+    )
+    local_steps: int | None = _setting(
+        None, "R, minibatches a round, in place of epochs.", added=True, at_least=1
     )
     finetune_epochs: int = _setting(
         5, "Epochs of personalisation, of body and head.", at_least=0
@@ -147,13 +184,36 @@ class ExperimentConfig:
         "Most test examples in one forward pass; matters with batch statistics.",
         at_least=1,
     )
+    final_rounds: int = _setting(
+        0,
+        "F: evaluate after each of the last F rounds too, personalised models "
+        "included, and report the mean (FedABML: 10).",
+        added=True,
+        at_least=0,
+    )
+    finetune_curve: tuple[int, ...] = _setting(
+        (),
+        "After training, personalised accuracy after each of these numbers of "
+        "fine-tuning epochs (FedABML Table 2: 0,1,2,3,4,5,8,10).",
+        added=True,
+    )
+    ood_dataset: str | None = _setting(
+        None,
+        "After training, the personalised models' uncertainty on this data set, "
+        "partitioned like dataset, beside that on their own test data (FedABML Fig. 5: "
+        "mnist against fashion_mnist).",
+        added=True,
+    )
+    ood_data_file: str | None = _setting(
+        None, "The data_file of ood_dataset.", added=True
+    )
     seed: int = _setting(0, "Seed of the first run.", at_least=0)
     seeds: int = _setting(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 
     @property
     def participants(self) -> int:
         """⌊N·f⌋, clients in a round."""
-        return participants(self.clients, self.fraction)
+        return participants(self.clients, self.fraction, self.novel_clients)
 
     @property
     def evaluated_on(self) -> str:
@@ -192,6 +252,16 @@ class ExperimentConfig:
             )
         if self.clients:
             _ = self.participants
+        if self.second_data_file is not None and self.second_dataset is None:
+            raise ValueError(
+                f"second_data_file={self.second_data_file!r} needs a name for its "
+                "data: give second_dataset"
+            )
+        if self.second_dataset is not None and self.cluster_transform != "none":
+            raise ValueError(
+                f"cluster_transform={self.cluster_transform!r} and second_dataset="
+                f"{self.second_dataset!r} exclude each other: give one of them"
+            )
         if not all(isinstance(width, int) and width >= 1 for width in self.hidden):
             raise ValueError(
                 f"hidden={list(self.hidden)} must be widths of at least 1, or none"
@@ -208,6 +278,7 @@ class ExperimentConfig:
                 f"personal_every={self.personal_every} must be a multiple of "
                 f"eval_every={self.eval_every}, or 0: only at the end"
             )
+        _check_end(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,20 +324,53 @@ class RunOptions:
             )
 
 
-def participants(clients: int, fraction: float) -> int:
+def participants(clients: int, fraction: float, novel: int = 0) -> int:
     """⌊N·f⌋, clients in a round.
 
+    Args:
+      clients: number of clients.
+      fraction: f.
+      novel: clients that never take part, no part of N.
+
     Raises:
-      ValueError: that is less than one client.
+      ValueError: that is less than one client, or no client is left to train.
     """
-    # 100 · 0.29 is 28.999999999999996 in floating point.
-    count = math.floor(clients * fraction + 1e-9)
-    if count < 1:
+    if novel >= clients:
         raise ValueError(
-            f"fraction={fraction} of clients={clients} is less than one participant: "
-            f"give a fraction of at least {1 / clients:.4g}, or more clients"
+            f"novel_clients={novel} of clients={clients} leaves nobody to train: give "
+            f"at most {clients - 1}"
+        )
+    trained = clients - novel
+    # 100 · 0.29 is 28.999999999999996 in floating point.
+    count = math.floor(trained * fraction + 1e-9)
+    if count < 1:
+        less = f" less novel_clients={novel}" if novel else ""
+        raise ValueError(
+            f"fraction={fraction} of clients={clients}{less} is less than one "
+            f"participant: give a fraction of at least {1 / trained:.4g}, or more "
+            "clients"
         )
     return count
+
+
+def _check_end(config: ExperimentConfig) -> None:
+    """Checks what is asked of the end of a run."""
+    if config.final_rounds > config.rounds:
+        raise ValueError(
+            f"final_rounds={config.final_rounds} must be at most rounds={config.rounds}"
+        )
+    curve = list(config.finetune_curve)
+    if curve != sorted(set(curve)) or any(
+        not isinstance(epochs, int) or epochs < 0 for epochs in curve
+    ):
+        raise ValueError(
+            f"finetune_curve={curve} must be rising numbers of epochs, at least 0"
+        )
+    if config.ood_data_file is not None and config.ood_dataset is None:
+        raise ValueError(
+            f"ood_data_file={config.ood_data_file!r} needs a name for its data: "
+            "give ood_dataset"
+        )
 
 
 _BOUNDS = {

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from absl import flags
 
 from fedvi.algorithms import ALGORITHMS, options_of
-from fedvi.data import PARTITIONS
+from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.nn import MODELS
 
@@ -26,7 +26,11 @@ __all__ = ["define", "parse", "read"]
 # `--help` lists the flags under the script that calls `define`.
 flags.disclaim_key_flags()
 
-_ENUMS = {"partition": PARTITIONS, "model": MODELS}
+_ENUMS = {
+    "partition": PARTITIONS,
+    "model": MODELS,
+    "cluster_transform": ("none", *CLUSTER_TRANSFORMS),
+}
 _UNSET = inspect.Parameter.empty
 
 

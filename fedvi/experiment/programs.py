@@ -3,17 +3,32 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedvi.evaluation import Scores
+from fedvi.data import ClientData
+from fedvi.evaluation import Scores, Uncertainty
 from fedvi.federation import Federation, RoundMetrics, State
 
-__all__ = ["Programs", "state_shapes"]
+__all__ = ["Evaluation", "Programs", "state_shapes"]
+
+
+class Evaluation(NamedTuple):
+    """Of the global models of all seeds.
+
+    Attributes:
+      scores: leaves `[seeds, clients, ...]`.
+      finite: `[seeds]` bool, whether the server's state is finite.
+      clusters: `[seeds, clients]` int32, of a clustered method; else None.
+    """
+
+    scores: Scores
+    finite: jax.Array
+    clusters: jax.Array | None
 
 
 class Programs:
@@ -56,15 +71,23 @@ class Programs:
         """`n` rounds of every seed, metrics `[seeds, n, ...]`. Donates `states`."""
         return self._run(self.compile_rounds(states, n), states, self._train)
 
-    def evaluate(self, states: State) -> tuple[Scores, jax.Array]:
-        """Scores `[seeds, clients, ...]` of the global models, and `[seeds]` bool:
-        whether the server's state is finite."""
-        return self._run(self.compile_evaluate(states), states, self._test)
+    def evaluate(self, states: State) -> Evaluation:
+        """Evaluates the global models."""
+        program = self.compile_evaluate(states)
+        return self._run(program, states, self._train, self._test)
 
     def evaluate_personal(self, states: State) -> Scores:
         """Scores `[seeds, clients, ...]` of every client's personalised model."""
         program = self.compile_personal(states)
         return self._run(program, states, self._train, self._test)
+
+    def uncertainty_personal(
+        self, states: State, *data_sets: ClientData
+    ) -> tuple[Uncertainty, ...]:
+        """`[seeds, clients, capacity]` of the personalised models, on each data set."""
+        arguments = (states, self._train, *data_sets)
+        fn = self._over_seeds(self._federation.pure_uncertainty_personal)
+        return self._run(self._compile("uncertainty", fn, *arguments), *arguments)
 
     # Each is compiled once; `states` may be shapes.
 
@@ -76,11 +99,17 @@ class Programs:
     def compile_evaluate(self, states: State) -> jax.stages.Compiled:
         """The program behind `evaluate`."""
 
-        def one(state, test):
-            scores = self._federation.pure_evaluate(state, test)
-            return scores, _all_finite(state.server)
+        federation = self._federation
 
-        return self._compile("evaluate", self._over_seeds(one), states, self._test)
+        def one(state, train, test):
+            clusters = None
+            if federation.algorithm.assign is not None:
+                clusters = federation.pure_clusters(state, train)
+            scores = federation.pure_evaluate(state, train, test)
+            return Evaluation(scores, _all_finite(state.server), clusters)
+
+        fn = self._over_seeds(one)
+        return self._compile("evaluate", fn, states, self._train, self._test)
 
     def compile_personal(self, states: State) -> jax.stages.Compiled:
         """The program behind `evaluate_personal`."""

@@ -21,11 +21,14 @@ from fedvi.experiment.files import remove_stale, write_atomically
 __all__ = [
     "CHECKPOINT",
     "CONFIG",
+    "ENTROPY_DENSITY",
+    "FINETUNE_CURVE",
     "LEARNING_CURVES",
     "METRICS",
     "RELIABILITY",
     "RUN_FILES",
     "SUMMARY",
+    "UNCERTAINTY",
     "Recorder",
     "make_folder",
     "prepare",
@@ -38,7 +41,20 @@ SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint.npz"
 LEARNING_CURVES = "learning_curves.png"
 RELIABILITY = "reliability.png"
-RUN_FILES = (CONFIG, METRICS, SUMMARY, CHECKPOINT, LEARNING_CURVES, RELIABILITY)
+UNCERTAINTY = "uncertainty.png"
+FINETUNE_CURVE = "finetune_curve.png"
+ENTROPY_DENSITY = "entropy_density.png"
+RUN_FILES = (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    CHECKPOINT,
+    LEARNING_CURVES,
+    RELIABILITY,
+    UNCERTAINTY,
+    FINETUNE_CURVE,
+    ENTROPY_DENSITY,
+)
 
 # Column of the table: header, key in the rows, factor, digits.
 _COLUMNS = (

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from fedvi.algorithm import Algorithm
 from fedvi.data import class_histogram
-from fedvi.experiment import build, plan, recorder, tensorboard
+from fedvi.experiment import build, ending, plan, recorder, schedule, tensorboard
 from fedvi.experiment.build import Experiment, LoadedData
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.programs import Programs, state_shapes
 from fedvi.experiment.recorder import make_folder, prepare, table
 from fedvi.experiment.session import Session, restore
-from fedvi.experiment.summary import table_rows
+from fedvi.experiment.summary import table_rows, table_title
 from fedvi.federation import State
 
 __all__ = ["run", "run_all"]
@@ -74,7 +74,13 @@ def run(
     session = Session(experiment, options, programs, restored)
     session.compile()
     session.train()
-    return session.finish(chosen.reason, list(mesh.devices.flat))
+    measured = ending.measure(
+        experiment,
+        session.states,
+        programs,
+        lambda other: _programs(other, mesh, chosen.chunk_size, chosen.seeds_at_once),
+    )
+    return session.finish(measured, chosen.reason, list(mesh.devices.flat))
 
 
 def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
@@ -104,8 +110,7 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
         loaded = loaded_for(config)
         print(f"\n{config.algorithm} on {config.dataset} -> {options.run_dir}")
         summaries.append(run(config, options, loaded=loaded))
-    split, rounds = summaries[0]["evaluated_on"], summaries[0]["rounds"]
-    print(f"\nafter {rounds} rounds, {split} data, mean over clients:")
+    print(f"\n{table_title(summaries[0])}:")
     print(table([row for one in summaries for row in table_rows(one)]))
     print("run folders:" if len(runs) > 1 else "run folder:")
     for _, options in runs:
@@ -139,6 +144,13 @@ def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
     return found if there == here else None
 
 
+def _programs(
+    experiment: Experiment, mesh: Mesh, chunk_size: int, seeds_at_once: int
+) -> Programs:
+    federation = build.federation(experiment, chunk_size, mesh)
+    return Programs(federation, mesh, experiment.config.seeds, seeds_at_once)
+
+
 def _plan(
     experiment: Experiment, options: RunOptions, mesh: Mesh, shapes: State
 ) -> tuple[plan.Plan, Programs]:
@@ -147,11 +159,9 @@ def _plan(
     candidates: dict[tuple[int, int], Programs] = {}
 
     def compile_block(chunk_size: int, seeds_at_once: int):
-        federation = build.federation(experiment, chunk_size, mesh)
-        programs = Programs(federation, mesh, config.seeds, seeds_at_once)
+        programs = _programs(experiment, mesh, chunk_size, seeds_at_once)
         candidates[chunk_size, seeds_at_once] = programs
-        n = min(config.eval_every, config.rounds)
-        return programs.compile_rounds(shapes, n)
+        return programs.compile_rounds(shapes, next(schedule.blocks(config)))
 
     device = mesh.devices.flat[0]
     free = plan.free_memory(device)

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedvi.evaluation import Scores, reliability
-from fedvi.experiment import checkpoint, plots, recorder, tensorboard
+from fedvi.evaluation import Scores
+from fedvi.experiment import checkpoint, drawing, recorder, schedule, tensorboard
 from fedvi.experiment.build import Experiment, identity
 from fedvi.experiment.config import RunOptions
+from fedvi.experiment.ending import Ending
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.programs import Programs
 from fedvi.experiment.progress import RunProgress
 from fedvi.experiment.recorder import Recorder
-from fedvi.experiment.summary import evaluation_rows, summary
+from fedvi.experiment.rows import evaluation_rows
+from fedvi.experiment.summary import summary
 from fedvi.federation import State
 
 __all__ = ["Restored", "Session", "restore"]
@@ -79,6 +81,7 @@ class Session:
         self.seeds = range(self.config.seed, self.config.seed + self.config.seeds)
         self.scores: dict[str, Scores] = {}
         self.finite = np.ones(len(self.seeds), bool)
+        self.clusters: np.ndarray | None = None
         self.recorder = Recorder(options.run_dir)
         if restored is None:
             self.recorder.drop_after(-1)
@@ -91,9 +94,7 @@ class Session:
 
     def compile(self) -> None:
         """Compiles what is left of the run, so that nothing waits in the middle."""
-        rounds, every = self.config.rounds, self.config.eval_every
-        left = rounds - self.round
-        for n in {min(every, left), left % every} - {0}:
+        for n in sorted(set(schedule.blocks(self.config, self.round))):
             self.programs.compile_rounds(self.states, n)
         self.programs.compile_evaluate(self.states)
         self.programs.compile_personal(self.states)
@@ -101,14 +102,13 @@ class Session:
 
     def train(self) -> None:
         """Blocks of rounds, each with its evaluation, until all rounds are done."""
-        rounds, every = self.config.rounds, self.config.eval_every
+        rounds = self.config.rounds
         with (
             tensorboard.writer(self.options, self.round) as write_scalars,
             RunProgress(self.config.algorithm, rounds, self.round) as progress,
         ):
             evaluations = 0
-            while self.round < rounds:
-                n = min(every, rounds - self.round)
+            for n in schedule.blocks(self.config, self.round):
                 rows, lines = self._block(n)
                 for line in lines:
                     progress.print(line)
@@ -131,9 +131,7 @@ class Session:
         metrics = jax.tree.map(np.asarray, metrics)
         lines = self.problems.add(self.round + 1, self.seeds, metrics)
         self.round += n
-        every = self.config.personal_every
-        last = self.round == self.config.rounds
-        self._evaluate(personal=last or (every > 0 and self.round % every == 0))
+        self._evaluate(personal=schedule.personal_too(self.config, self.round))
         for seed, finite in zip(self.seeds, self.finite):
             if not finite:
                 lines.append(
@@ -141,23 +139,25 @@ class Session:
                     f"round {self.round}; a smaller learning_rate may help"
                 )
         rows = evaluation_rows(
+            self.experiment,
             round=self.round,
-            split=self.config.evaluated_on,
             seeds=self.seeds,
             metrics=metrics,
-            global_scores=self.scores["global"],
-            personal_scores=self.scores.get("personal"),
+            scores=self.scores,
+            clusters=self.clusters,
             seconds=seconds,
         )
         return rows, lines
 
     def _evaluate(self, personal: bool) -> None:
-        scores, finite = self.programs.evaluate(self.states)
+        scores, self.finite, self.clusters = jax.device_get(
+            self.programs.evaluate(self.states)
+        )
         self.scores = {"global": scores}
         if personal:
-            self.scores["personal"] = self.programs.evaluate_personal(self.states)
-        self.scores = jax.tree.map(np.asarray, self.scores)
-        self.finite = np.asarray(finite)
+            self.scores["personal"] = jax.device_get(
+                self.programs.evaluate_personal(self.states)
+            )
 
     def _save(self) -> None:
         config = identity(self.config.to_dict(), self.experiment.data_sha256)
@@ -186,35 +186,29 @@ class Session:
         parts.append(f"{mean('seconds'):.3f} s/round")
         return "  ".join(parts)
 
-    def finish(self, plan_line: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    def finish(
+        self, ending: Ending, plan_line: str, devices: Sequence[jax.Device]
+    ) -> dict[str, Any]:
         """Plots and `summary.json`."""
         rows = self.recorder.rows()
-        run_dir = Path(self.options.run_dir)
         result = summary(
             self.experiment,
             rows=rows,
             problems=self.problems.to_dict(),
             finite=self.finite,
-            compile_seconds=self.programs.compile_seconds,
+            clusters=self.clusters,
+            ending=ending.figures,
+            compile_seconds=self.programs.compile_seconds + ending.compile_seconds,
             plan=plan_line,
             devices=devices,
         )
-        config = self.config
-        title = f"{config.algorithm}, {config.dataset}, {config.evaluated_on} data"
-        drawn = plots.learning_curves(
-            run_dir / recorder.LEARNING_CURVES, rows, title=title
-        )
-        diagrams = {
-            name: reliability(
-                jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scores)
-            )
-            for name, scores in self.scores.items()
-        }
-        plots.reliability_diagram(
-            run_dir / recorder.RELIABILITY,
-            diagrams,
-            ece={name: result[name]["ece"] for name in diagrams},
-            title=title,
+        drawn = drawing.draw(
+            Path(self.options.run_dir),
+            self.experiment,
+            rows=rows,
+            scores=self.scores,
+            uncertainty=ending.uncertainty,
+            summary=result,
         )
         if not drawn:
             print("no plots: they need matplotlib (pip install 'fedvi[plots]')")

@@ -1,4 +1,4 @@
-"""The figures of a run: rows of `metrics.csv`, `summary.json`, bytes sent."""
+"""What `summary.json` holds, bytes sent, and the rows of the closing table."""
 
 import importlib.metadata
 import platform
@@ -9,68 +9,15 @@ import jax
 import numpy as np
 
 from fedvi import __version__
-from fedvi.evaluation import Scores, summarise
 from fedvi.experiment.build import Experiment
-from fedvi.federation import RoundMetrics
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.headline import best_names, over_seeds, seed_figures
 
-__all__ = ["bytes_per_round", "evaluation_rows", "seed_of", "summary", "table_rows"]
+__all__ = ["bytes_per_round", "summary", "table_rows", "table_title"]
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "distrax", "numpy")
-
-
-def seed_of(tree: Any, index: int) -> Any:
-    """One seed's part of a pytree with leaves `[seeds, ...]`."""
-    return jax.tree.map(lambda leaf: leaf[index], tree)
-
-
-def evaluation_rows(
-    *,
-    round: int,
-    split: str,
-    seeds: Sequence[int],
-    metrics: RoundMetrics,
-    global_scores: Scores,
-    personal_scores: Scores | None,
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """One row of `metrics.csv` per seed.
-
-    Args:
-      round: rounds done.
-      split: what the scores were measured on.
-      seeds: the seeds.
-      metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row.
-      global_scores: leaves `[seeds, clients, ...]`.
-      personal_scores: the same, or None where not evaluated.
-      seconds: of one round of one seed, in this block.
-    """
-    counted = ~(metrics.empty | metrics.failed).all(-1)
-    rows = []
-    for index, seed in enumerate(seeds):
-        figures = summarise(seed_of(global_scores, index))
-        personal = dict.fromkeys(figures)
-        if personal_scores is not None:
-            personal = summarise(seed_of(personal_scores, index))
-        rows.append(
-            {
-                "round": round,
-                "seed": seed,
-                "split": split,
-                "seconds": seconds,
-                **_mean_metrics(seed_of(metrics.metrics, index), counted[index]),
-                **{f"global_{key}": value for key, value in figures.items()},
-                **{f"personal_{key}": value for key, value in personal.items()},
-            }
-        )
-    return rows
-
-
-def _mean_metrics(metrics: Mapping[str, np.ndarray], counted) -> dict[str, float]:
-    """Means over the rounds that had a participant; NaN if none had."""
-    return {
-        key: float(values[counted].mean()) if counted.any() else float("nan")
-        for key, values in metrics.items()
-    }
+# Figures that have a spread over seeds beside their mean.
+_WITH_SPREAD = ("global", "personal", "novel", "mean_of_last_rounds", "adjusted_rand")
 
 
 def bytes_per_round(experiment: Experiment) -> tuple[int, int]:
@@ -108,6 +55,8 @@ def summary(
     rows: Sequence[Mapping[str, Any]],
     problems: Mapping[str, Any],
     finite: Sequence[bool],
+    clusters: np.ndarray | None,
+    ending: Mapping[str, Any],
     compile_seconds: float,
     plan: str,
     devices: Sequence[jax.Device],
@@ -122,44 +71,40 @@ def summary(
       rows: of `metrics.csv`, all of them.
       problems: of `fedvi.experiment.problems`.
       finite: per seed, whether the server's state is.
+      clusters: `[seeds, clients]`, after the last round, of a clustered method.
+      ending: figures of `fedvi.experiment.ending`.
       compile_seconds: tracing and compiling, of this process; little where JAX's
         compilation cache, noted beside it, already knew the programs.
       plan: the line that says how clients and seeds were grouped.
       devices: that it ran on.
     """
     config = experiment.config
-    last = [row for row in rows if row["round"] == config.rounds]
-    best = f"best_on_{config.evaluated_on}_global_accuracy"
     per_seed = []
-    for row, is_finite in zip(last, finite):
-        own = [r["global_accuracy"] for r in rows if r["seed"] == row["seed"]]
-        lost = problems["lost_rounds"].get(str(row["seed"]), 0)
+    for index in range(config.seeds):
+        seed = config.seed + index
+        lost = problems["lost_rounds"].get(str(seed), 0)
         per_seed.append(
             {
-                "seed": row["seed"],
-                "global": _with_prefix(row, "global_"),
-                "personal": _with_prefix(row, "personal_"),
-                best: max(own),
-                "finite": bool(is_finite),
-                "failed": not is_finite or lost == config.rounds,
+                "seed": seed,
+                **seed_figures(config, [row for row in rows if row["seed"] == seed]),
+                "clusters": None if clusters is None else clusters[index].tolist(),
+                "finite": bool(finite[index]),
+                "failed": not finite[index] or lost == config.rounds,
             }
         )
+    means = _over_seeds(config, per_seed)
+    for one in (means, *per_seed):
+        if one["mean_of_last_rounds"] is not None:
+            one["mean_of_last_rounds"] |= {"rounds": config.final_rounds}
     bytes_up, bytes_down = bytes_per_round(experiment)
-    result = {
+    return {
         "algorithm": config.algorithm,
         "dataset": config.dataset,
         "rounds": config.rounds,
         "evaluated_on": config.evaluated_on,
         "failed": any(one["failed"] for one in per_seed),
-    }
-    for model in ("global", "personal"):
-        figures = [one[model] for one in per_seed]
-        result[model] = _over_seeds(figures, np.mean)
-        result[f"{model}_std_over_seeds"] = (
-            _over_seeds(figures, _sample_std) if len(figures) > 1 else None
-        )
-    return result | {
-        best: float(np.mean([one[best] for one in per_seed])),
+        **means,
+        **ending,
         "round_seconds": float(np.median([row["seconds"] for row in rows])),
         "compile_seconds": compile_seconds,
         "compilation_cache": jax.config.jax_compilation_cache_dir is not None,
@@ -170,6 +115,8 @@ def summary(
         "problems": dict(problems),
         "clients": len(experiment.data.train.size),
         "clients_with_data": experiment.task.clients,
+        "novel_clients": experiment.novel.tolist(),
+        "true_clusters": _listed(experiment.data.clusters),
         "participants": experiment.participants,
         "train_examples": experiment.task.samples,
         "data": experiment.data.fidelity,
@@ -181,29 +128,58 @@ def summary(
     }
 
 
+def table_title(summary: Mapping[str, Any]) -> str:
+    """What the closing table shows, from the summary of one of its runs."""
+    rounds, split = summary["rounds"], summary["evaluated_on"]
+    when = f"after {rounds} rounds"
+    if last := summary.get("mean_of_last_rounds"):
+        when = f"mean of the last {last['rounds']} of {rounds} rounds"
+    novel = summary.get("novel_clients")
+    who = "the clients that took part in training" if novel else "clients"
+    return f"{when}, {split} data, mean over {who}"
+
+
 def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that a finished run, marked if failed, adds to the closing table."""
+    """The rows that a finished run, marked if failed, adds to the closing table.
+
+    With `final_rounds` they hold the mean of the last rounds.
+    """
     method = summary["algorithm"] + (" (failed)" if summary["failed"] else "")
-    return [
-        {
-            "method": method,
-            "global_accuracy": one["global"]["accuracy"],
-            "personal_accuracy": one["personal"]["accuracy"],
-            "ece": one["global"]["ece"],
-            "nll": one["global"]["nll"],
-            # One figure for all seeds.
-            "round_seconds": summary["round_seconds"] if index == 0 else None,
-        }
-        for index, one in enumerate(summary["per_seed"])
-    ]
+    rows = []
+    for index, one in enumerate(summary["per_seed"]):
+        figures = one.get("mean_of_last_rounds") or one
+        rows.append(
+            {
+                "method": method,
+                "global_accuracy": figures["global"]["accuracy"],
+                "personal_accuracy": figures["personal"]["accuracy"],
+                "ece": figures["global"]["ece"],
+                "nll": figures["global"]["nll"],
+                # One figure for all seeds.
+                "round_seconds": summary["round_seconds"] if index == 0 else None,
+            }
+        )
+    return rows
 
 
-def _with_prefix(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+def _over_seeds(
+    config: ExperimentConfig, per_seed: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Means over the seeds, and sample standard deviations if there are several."""
+    several = len(per_seed) > 1
+    result = {}
+    for key in _WITH_SPREAD:
+        figures = [one[key] for one in per_seed]
+        result[key] = over_seeds(figures, np.mean)
+        spread = over_seeds(figures, _sample_std) if several else None
+        result[f"{key}_std_over_seeds"] = spread
+    for key in best_names(config):
+        result[key] = over_seeds([one[key] for one in per_seed], np.mean)
+    return result
 
 
-def _over_seeds(figures: Sequence[Mapping[str, Any]], reduce) -> dict[str, float]:
-    return {key: float(reduce([one[key] for one in figures])) for key in figures[0]}
+def _listed(array: np.ndarray | None) -> list | None:
+    return None if array is None else array.tolist()
 
 
 def _sample_std(values) -> float:

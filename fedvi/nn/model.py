@@ -8,9 +8,19 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fedvi.local import cross_entropy
+from fedvi.nn import local_reparameterisation
+
 __all__ = ["Model", "Params", "from_flax", "parameter_count"]
 
 Params = dict[str, Any]
+
+
+def _no_local_draws(*_, **__) -> jax.Array:
+    raise ValueError(
+        "Model.apply_local is not given: build the model with from_flax, or draw its "
+        "weights instead of its activations"
+    )
 
 
 class Model(NamedTuple):
@@ -23,6 +33,13 @@ class Model(NamedTuple):
     with_classes: Callable[[int], "Model"]  # same body, another number of outputs
     name: str
     classes: int
+    # apply_local(key, mean, scale, x, mask=None) -> logits [batch, classes]: one draw
+    # under weights N(mean, scale²), two parameter trees, by activations; see
+    # `local_reparameterisation`
+    apply_local: Callable[..., jax.Array] = _no_local_draws
+    # loss(outputs, y, mask) -> scalar: mean of -log p(y|x, θ) over the real examples;
+    # another likelihood makes it a regression
+    loss: Callable[..., jax.Array] = cross_entropy
 
 
 def from_flax(
@@ -77,8 +94,19 @@ def from_flax(
 
     def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         options = {"mask": mask} if masked else {}
-        merged = {**params["body"], **params["head"]}
-        return module.apply({"params": merged}, preprocess(x), **options)
+        return module.apply({"params": _merge(params)}, preprocess(x), **options)
+
+    def apply_local(
+        key: jax.Array,
+        mean: Params,
+        scale: Params,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        options = {"mask": mask} if masked else {}
+        return local_reparameterisation.apply_local(
+            key, module, _merge(mean), _merge(scale), preprocess(x), **options
+        )
 
     def rebuild(classes: int) -> Model:
         if with_classes is not None:
@@ -99,12 +127,16 @@ def from_flax(
             with_classes=with_classes,
         )
 
-    return Model(init, apply, rebuild, name, logits.shape[-1])
+    return Model(init, apply, rebuild, name, logits.shape[-1], apply_local)
 
 
 def parameter_count(params: Any) -> int:
     """Number of weights in a pytree of arrays (or of their shapes)."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _merge(params: Params) -> dict[str, Any]:
+    return {**params["body"], **params["head"]}
 
 
 def _as_float(x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedhb_mixture
 from fedvi.algorithms.common import classification_loss, quadratic_penalty
 from fedvi.federation import Federation
-from fedvi.local import sgd
+from fedvi.local import minimise
 
 KEY = jax.random.key(3)
 
@@ -41,7 +41,9 @@ def test_one_prototype_is_fedprox(task, train, start):
         return classification_loss(task.model, params, batch) + penalty
 
     body_key = jax.random.split(KEY, 3)[0]
-    expected = jax.jit(lambda: sgd(body_key, 0, centre, data, task.training, loss)[0])()
+    expected = jax.jit(
+        lambda: minimise(body_key, 0, centre, data, task.training, loss)[0]
+    )()
     assert_close(component(output.statistics["weighted"], 0), expected)
     assert output.statistics["mass"] == 1
 

@@ -9,7 +9,7 @@ from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedbabu, fedhb_niw
 from fedvi.algorithms.common import classification_loss, quadratic_penalty
 from fedvi.federation import Federation
-from fedvi.local import sgd
+from fedvi.local import minimise
 
 KEY = jax.random.key(3)
 
@@ -32,7 +32,7 @@ def proximal_sgd(task, server, data, mu):
         penalty = quadratic_penalty(body, centre, mu)
         return classification_loss(task.model, params, batch) + penalty
 
-    return sgd(KEY, 0, centre, data, task.training, loss)[0]
+    return minimise(KEY, 0, centre, data, task.training, loss)[0]
 
 
 @pytest.mark.parametrize("penalty_scale", [1.0, 50.0])

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import entropy
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, log_loss
 
 from fedvi.evaluation import (
     Scores,
-    predictive_log_probs,
     reliability,
     score,
     summarise,
@@ -83,7 +83,7 @@ def test_calibration_equals_loop():
     p = mean_probs(log_probs)
     correct = p.argmax(-1) == np.asarray(labels)
     scores = jit_score(log_probs, labels, mask)
-    for got, wanted in zip(scores[4:], loop_bins(p.max(-1), correct, BINS)):
+    for got, wanted in zip(scores[6:], loop_bins(p.max(-1), correct, BINS)):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
     summary = summarise(stack(scores))
     wanted = loop_ece_mce(p.max(-1), correct)
@@ -110,21 +110,7 @@ def test_certain_and_right_is_perfect_certain_and_wrong_is_worst():
     figures = ("accuracy", "nll", "brier", "ece", "mce")
     assert [right[k] for k in figures] == [100.0, 0.0, 0.0, 0.0, 0.0]
     assert [wrong[k] for k in figures] == [0.0, np.inf, 2.0, 1.0, 1.0]
-
-
-def test_average_is_of_probabilities_not_of_logits():
-    log_probs, _, _ = make_client(2)
-    averaged = predictive_log_probs(log_probs)
-    np.testing.assert_allclose(np.exp(averaged), mean_probs(log_probs), rtol=1e-5)
-    assert not np.allclose(averaged, log_probs.mean(axis=0), atol=1e-2)
-    np.testing.assert_allclose(
-        predictive_log_probs(log_probs[:1]), log_probs[0], rtol=1e-6
-    )
-
-
-def test_average_of_tiny_probabilities_stays_finite():
-    log_probs = jnp.full((2, 1, 2), -500.0).at[:, :, 0].set(0.0)
-    np.testing.assert_allclose(predictive_log_probs(log_probs), [[0.0, -500.0]])
+    assert all(s["entropy"] == s["mutual_information"] == 0 for s in (right, wrong))
 
 
 def test_masked_rows_contribute_nothing_even_nan():
@@ -147,7 +133,8 @@ def test_nan_in_a_valid_row_is_wrong_and_visible():
     scores = score(log_probs, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
     summary = summarise(stack(scores))
     assert summary["accuracy"] == 50.0
-    assert np.isnan([summary["nll"], summary["ece"], summary["mce"]]).all()
+    undefined = ("nll", "ece", "mce", "entropy", "mutual_information")
+    assert np.isnan([summary[key] for key in undefined]).all()
 
 
 def test_sums_add_over_batches_and_vmap_over_clients():
@@ -176,6 +163,7 @@ def test_macro_and_micro_differ_for_clients_of_10_and_1000():
     y = np.asarray(labels)[:10]
     accuracy = np.array([100 * np.mean(p.argmax(-1) == y), 100.0])
     nll = np.array([-np.log(p[np.arange(10), y]).mean(), -np.log(0.97)])
+    each = entropy(np.exp(np.asarray(log_probs[:, :10])), axis=2).mean(axis=0)
     wanted = {
         "accuracy": accuracy.mean(),
         "accuracy_std": accuracy.std(),
@@ -183,6 +171,8 @@ def test_macro_and_micro_differ_for_clients_of_10_and_1000():
         "accuracy_micro": (10 * accuracy[0] + 1000 * accuracy[1]) / 1010,
         "nll": nll.mean(),
         "nll_micro": (10 * nll[0] + 1000 * nll[1]) / 1010,
+        "entropy": (entropy(p, axis=1).mean() + entropy([0.97, 0.01, 0.01, 0.01])) / 2,
+        "mutual_information": (entropy(p, axis=1) - each).mean() / 2,
         "clients": 2,
         "examples": 1010,
     }
@@ -218,7 +208,7 @@ def test_reliability_pools_clients_and_marks_empty_bins():
 
 
 def test_no_client_with_data_is_an_error():
-    empty = Scores(*(jnp.zeros(2),) * 4, *(jnp.zeros((2, BINS)),) * 3)
+    empty = Scores(*(jnp.zeros(2),) * 6, *(jnp.zeros((2, BINS)),) * 3)
     for function in (summarise, reliability):
         with pytest.raises(ValueError, match="none of the 2 clients"):
             function(empty)

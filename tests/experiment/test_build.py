@@ -175,3 +175,127 @@ def test_more_devices_than_there_are():
     assert build.mesh(4).size == 4
     with pytest.raises(ValueError, match="devices=99"):
         build.mesh(99)
+
+
+def test_novel_clients_are_no_part_of_training():
+    plain = build.experiment(CONFIG)
+    kept_out = build.experiment(change(novel_clients=2))
+    assert plain.novel.tolist() == []
+    novel, size = kept_out.novel, kept_out.data.train.size
+    assert len(novel) == 2 and novel[0] < novel[1]
+    assert (kept_out.task.clients, kept_out.participants) == (4, 2)
+    assert kept_out.task.samples == 1437 - size[novel].sum()
+    assert kept_out.data_sha256 == plain.data_sha256
+    federation = build.federation(kept_out, 1, build.mesh(None))
+    assert (federation.clients, federation.population) == (6, 4)
+    chosen = drawn_in(federation.selection, rounds=200)
+    assert set(chosen.tolist()) == set(range(6)) - set(novel.tolist())
+    everyone = build.federation(plain, 1, build.mesh(None)).selection
+    assert set(drawn_in(everyone, rounds=200).tolist()) == set(range(6))
+
+
+def drawn_in(selection, rounds):
+    keys = jax.random.split(jax.random.key(1), rounds)
+    return np.ravel(jax.vmap(lambda key: selection.select(key, 0, None))(keys))
+
+
+def test_who_is_novel_depends_on_the_seed_of_the_partition():
+    config = change(clients=40, novel_clients=10)
+    novel = [build.experiment(config).novel.tolist() for _ in range(2)]
+    assert novel[0] == novel[1] and len(set(novel[0])) == 10
+    others = [dataclasses.replace(config, partition_seed=seed) for seed in range(30)]
+    # Each client is novel with probability 1/4; 4.5 standard errors.
+    counts = np.bincount(np.ravel([build._novel(c, 40) for c in others]), minlength=40)
+    assert np.abs(counts / 30 - 1 / 4).max() < 4.5 * np.sqrt(3 / 16 / 30)
+    again = build.experiment(dataclasses.replace(config, seed=5))
+    assert again.novel.tolist() == novel[0]
+
+
+def test_by_group_counts_novel_clients_among_its_groups(tmp_path):
+    path = tmp_path / "groups.npz"
+    x, y, group = np.zeros((6, 4, 4, 1), np.uint8), np.zeros(6, int), np.arange(6) // 2
+    split = dict(train_x=x, train_y=y, train_group=group)
+    np.savez(path, **split, test_x=x, test_y=y, test_group=group)
+    config = change(dataset="mine", data_file=str(path), clients=0, fraction=1.0)
+    config = dataclasses.replace(config, partition="by_group", novel_clients=1)
+    config.validate()
+    assert build.experiment(config).participants == 2
+    with pytest.raises(ValueError, match="novel_clients=3 of clients=3 leaves nobody"):
+        build.experiment(dataclasses.replace(config, novel_clients=3))
+
+
+@pytest.mark.parametrize("transform", data.CLUSTER_TRANSFORMS)
+def test_a_transform_makes_two_clusters(transform):
+    plain = build.load_data(CONFIG)
+    loaded = build.load_data(change(cluster_transform=transform))
+    clustered = data.transform_half(plain.federated, transform)
+    np.testing.assert_array_equal(loaded.federated.train.x, clustered.train.x)
+    np.testing.assert_array_equal(loaded.federated.test.y, clustered.test.y)
+    assert loaded.federated.clusters.tolist() == [0, 0, 0, 1, 1, 1]
+    assert plain.federated.clusters is None
+    # Both halves are standardised like the data as they come.
+    np.testing.assert_array_equal(loaded.mean, plain.mean)
+    np.testing.assert_array_equal(loaded.std, plain.std)
+
+
+def second_file(path):
+    """Digits upside down, as a data set of its own."""
+    dataset = data.load("digits")
+    split = {f"{s}_x": getattr(dataset, f"{s}_x")[:, ::-1] for s in ("train", "test")}
+    np.savez(path, **split, train_y=dataset.train_y, test_y=dataset.test_y)
+    return str(path)
+
+
+def test_the_second_half_can_come_from_another_data_set(tmp_path):
+    path = second_file(tmp_path / "second.npz")
+    config = change(second_dataset="upside", second_data_file=path)
+    config = dataclasses.replace(config, validation_fraction=0.2)
+    config.validate()
+    loaded = build.load_data(config)
+    plain = build.load_data(change(validation_fraction=0.2))
+    # The same labels, hence the same partition: the clients differ in the pixels only.
+    for part in ("train", "test"):
+        ours, theirs = getattr(loaded.federated, part), getattr(plain.federated, part)
+        np.testing.assert_array_equal(ours.y, theirs.y)
+        np.testing.assert_array_equal(ours.x[:3], theirs.x[:3])
+        np.testing.assert_array_equal(ours.x[3:], theirs.x[3:, :, ::-1])
+    assert loaded.federated.clusters.tolist() == [0, 0, 0, 1, 1, 1]
+    np.testing.assert_array_equal(loaded.mean, plain.mean)
+    assert build.experiment(config).data.name == "digits+upside"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"second_dataset": "digits"}, "second_dataset='digits' has the same training"),
+        ({"second_dataset": "x", "second_data_file": "no.npz"}, "'no.npz' for 'x' is"),
+        ({"cluster_transform": "mirror"}, "transform='mirror' must be one of"),
+        ({"cluster_transform": "rotate", "clients": 1}, "clients=1 cannot be halved"),
+        ({"novel_clients": 6}, "novel_clients=6 of clients=6 leaves nobody to train"),
+        ({"novel_clients": 5}, "of clients=6 less novel_clients=5 is less than one"),
+    ],
+)
+def test_clusters_and_novel_clients_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build.experiment(change(**changes))
+
+
+ADDED = {
+    "cluster_transform": "rotate",
+    "second_dataset": "mnist",
+    "novel_clients": 2,
+}
+
+
+def test_the_identity_holds_what_was_added_unless_it_is_the_default():
+    """A run from before these settings existed is continued with their defaults."""
+    before = build.identity(CONFIG.to_dict(), "sha")
+    assert not {*ADDED, "second_data_file", "data_file", "data_dir"} & before.keys()
+    assert {"clients", "fraction", "seed", "data_sha256"} <= before.keys()
+    old = {k: v for k, v in CONFIG.to_dict().items() if k not in ADDED}
+    assert build.identity(old, "sha") == before
+    for setting, value in ADDED.items():
+        changed = build.identity(change(**{setting: value}).to_dict(), "sha")
+        assert changed == before | {setting: value}
+    elsewhere = change(second_data_file="there.npz", data_dir="folder")
+    assert build.identity(elsewhere.to_dict(), "sha") == before

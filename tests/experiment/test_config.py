@@ -48,6 +48,14 @@ def test_the_fingerprint_follows_every_field():
         ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be"),
         ({"shards": 0}, "shards=0 must be at least 1"),
         ({"seeds": 0}, "seeds=0 must be at least 1"),
+        ({"novel_clients": -1}, "novel_clients=-1 must be at least 0"),
+        ({"novel_clients": 100}, "novel_clients=100 of clients=100 leaves nobody"),
+        ({"novel_clients": 95}, "less novel_clients=95 is less .* at least 0.2,"),
+        ({"second_data_file": "a.npz"}, "'a.npz' needs a name .* give second_dataset"),
+        (
+            {"cluster_transform": "invert", "second_dataset": "mnist"},
+            "cluster_transform='invert' and second_dataset='mnist' exclude each other",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(changes, message):
@@ -74,6 +82,11 @@ def test_participants_are_the_floor_in_spite_of_rounding():
     assert participants(100, 0.29) == 29
     assert participants(100, 0.999) == 99
     assert participants(7, 0.5) == 3
+
+
+def test_participants_are_a_part_of_the_clients_that_train():
+    assert participants(100, 0.1, novel=80) == 2
+    assert ExperimentConfig(novel_clients=35).participants == 6
 
 
 def test_the_learning_rate_decays_after_half_and_three_quarters():

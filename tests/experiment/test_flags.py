@@ -46,6 +46,14 @@ def test_flags_set_fields_options_and_run_options():
     )
 
 
+def test_clusters_and_novel_clients_are_flags():
+    [(config, _)] = read("--cluster_transform=relabel", "--novel_clients=3")
+    assert (config.cluster_transform, config.novel_clients) == ("relabel", 3)
+    [(config, _)] = read("--second_dataset=mnist", "--second_data_file=b.npz")
+    assert (config.second_dataset, config.second_data_file) == ("mnist", "b.npz")
+    assert config.cluster_transform == "none"
+
+
 def test_several_algorithms_share_all_but_their_own_options():
     runs = read("--algorithm=fedavg,fedprox", "--mu=0.5", "--name=both")
     (first, first_options), (second, second_options) = runs
@@ -97,6 +105,7 @@ def test_the_help_of_an_option_says_what_it_means(monkeypatch):
         (["--algorithm=fedavg", "--mu=1"], "--mu=1.0: fedavg does not take it; fedpr"),
         (["--partition=stripes"], "partition=stripes: value should be one of"),
         (["--prior_mean=one"], "prior_mean=one: value should be one of"),
+        (["--cluster_transform=mirror"], "=mirror: value should be one of <none|inv"),
         (["--rounds=ten"], "--rounds=ten: value should be an integer"),
         (["--p_drop=no"], "--p_drop=no: value should be a number"),
         (["--hidden=2,x"], "--hidden=2,x: value should be integers separated by"),

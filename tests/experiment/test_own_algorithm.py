@@ -8,7 +8,7 @@ from absl import flags as absl_flags
 from fedvi import Algorithm, ClientOutput, algorithms
 from fedvi.experiment import flags, runner
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.local import cross_entropy, sgd
+from fedvi.local import cross_entropy, minimise
 
 
 def fedavgm(task, *, server_momentum: float = 0.5) -> Algorithm:
@@ -26,7 +26,7 @@ def fedavgm(task, *, server_momentum: float = 0.5) -> Algorithm:
 
     def client_update(key, round, server, client, data):
         start = server["params"]
-        params, value = sgd(key, round, start, data, task.training, loss)
+        params, value = minimise(key, round, start, data, task.training, loss)
         change = jax.tree.map(jnp.subtract, start, params)
         return ClientOutput(change, data.size, metrics={"loss": value})
 
@@ -48,7 +48,7 @@ def fedavgm(task, *, server_momentum: float = 0.5) -> Algorithm:
         global_predictive=lambda key, server, x, mask: predict(
             server["params"], x, mask
         ),
-        personalise=lambda key, server, client, data: sgd(
+        personalise=lambda key, server, client, data: minimise(
             key, 0, server["params"], data, task.finetuning, loss
         )[0],
         personal_predictive=lambda key, server, params, x, mask: predict(

@@ -72,8 +72,9 @@ def test_a_server_that_is_not_finite_is_found(plain):
     _, programs, _ = plain
     states = programs.init(FIRST)
     broken = jax.tree.map(lambda a: a.at[1].set(jnp.nan), states.server)
-    _, finite = programs.evaluate(states._replace(server=broken))
-    assert finite.tolist() == [True, False, True]
+    evaluation = programs.evaluate(states._replace(server=broken))
+    assert evaluation.finite.tolist() == [True, False, True]
+    assert evaluation.clusters is None
 
 
 def test_shapes_are_those_of_init(plain):

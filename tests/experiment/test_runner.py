@@ -75,9 +75,10 @@ def recorder_summary(run_dir):
 
 
 def test_the_folder_holds_every_file(run_dir):
-    assert {p.name for p in run_dir.iterdir()} == set(recorder.RUN_FILES)
+    asked_for = {recorder.FINETUNE_CURVE, recorder.ENTROPY_DENSITY}
+    assert {p.name for p in run_dir.iterdir()} == set(recorder.RUN_FILES) - asked_for
     assert json.loads((run_dir / recorder.CONFIG).read_text()) == RESOLVED
-    for name in (recorder.LEARNING_CURVES, recorder.RELIABILITY):
+    for name in (recorder.LEARNING_CURVES, recorder.RELIABILITY, recorder.UNCERTAINTY):
         assert (run_dir / name).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -97,6 +98,8 @@ def test_the_summary_holds_what_is_promised(run_dir):
     assert summary["evaluated_on"] == "test"
     for model in ("global", "personal"):
         assert {"accuracy", "nll", "ece", "mce", "brier"} <= summary[model].keys()
+        assert 0 < summary[model]["entropy"] < np.log(10)
+        assert summary[model]["mutual_information"] == 0  # one sample
         assert 70 < summary[model]["accuracy"] <= 100
         assert summary[model]["examples"] == 360
     assert summary["config"] == RESOLVED
@@ -106,6 +109,8 @@ def test_the_summary_holds_what_is_promised(run_dir):
     assert summary["compile_seconds"] > 0
     assert summary["problems"] == {"empty": {}, "failed": {}, "lost_rounds": {}}
     assert (summary["participants"], summary["clients"]) == (3, 5)
+    for not_asked in ("mean_of_last_rounds", "finetune_curve", "ood", "novel"):
+        assert summary[not_asked] is None
     assert "digits" in summary["data"] and "cpu" in summary["device"]
 
 
@@ -189,6 +194,18 @@ def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
     capsys.readouterr()
     runner.run(config_of("moved.npz"), again)
     assert "finished: nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"novel_clients": 1}, "novel_clients is 'absent' there and 1 here"),
+        ({"cluster_transform": "rotate"}, "cluster_transform is .* and 'rotate' here"),
+    ],
+)
+def test_a_resume_needs_the_same_clusters_and_novel_clients(run_dir, changes, message):
+    with pytest.raises(ValueError, match=message):
+        runner.run(change(**changes), options(run_dir, resume=True))
 
 
 def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path):

@@ -1,11 +1,8 @@
-import numpy as np
 import pytest
 
-from fedvi.evaluation import Scores
 from fedvi.experiment import build
 from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.summary import bytes_per_round, evaluation_rows, table_rows
-from fedvi.federation import RoundMetrics
+from fedvi.experiment.summary import bytes_per_round, table_rows, table_title
 
 MODEL = 4 * ((64 * 5 + 5) + (5 * 10 + 10))  # bytes of the MLP below
 BODY = 4 * (64 * 5 + 5)
@@ -37,35 +34,6 @@ def test_bytes_are_those_of_what_is_sent(algorithm, options, up, down):
     assert bytes_per_round(build.experiment(config)) == (3 * (up + 4), 3 * down)
 
 
-def scores(correct):
-    """`[seeds, clients]` scores of 10 examples each."""
-    correct = np.asarray(correct, np.float32)
-    bins = np.zeros((*correct.shape, 15), np.float32)
-    count = np.full_like(correct, 10)
-    return Scores(count, correct, count, count, bins, bins, bins)
-
-
-def test_rows_hold_each_seeds_own_figures():
-    nothing = np.zeros((2, 3, 2), bool)
-    empty = nothing.copy()
-    empty[0, 1] = empty[1] = True  # seed 0 lost its second round, seed 1 all
-    loss = np.array([[1.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
-    first, second = evaluation_rows(
-        round=3,
-        split="test",
-        seeds=[4, 5],
-        metrics=RoundMetrics(nothing.astype(int), empty, nothing, {"loss": loss}),
-        global_scores=scores([[5, 7], [9, 9]]),
-        personal_scores=None,
-        seconds=0.25,
-    )
-    assert (first["round"], first["seed"], first["split"]) == (3, 4, "test")
-    assert (first["global_accuracy"], second["global_accuracy"]) == (60.0, 90.0)
-    assert first["loss"] == 2.0 and np.isnan(second["loss"])
-    assert first["personal_accuracy"] is None
-    assert first.keys() == second.keys()
-
-
 def test_the_table_has_a_row_per_seed():
     figures = {"accuracy": 80.0, "ece": 0.1, "nll": 0.5}
     one = {"global": figures, "personal": figures | {"accuracy": 90.0}}
@@ -83,3 +51,17 @@ def test_the_table_has_a_row_per_seed():
     }
     failed = table_rows(summary | {"failed": True})
     assert [row["method"] for row in failed] == ["a (failed)"] * 2
+    last = {"rounds": 3, **{model: one[model] | {"accuracy": 1.0} for model in one}}
+    averaged = table_rows(summary | {"per_seed": [one | {"mean_of_last_rounds": last}]})
+    assert averaged[0]["global_accuracy"] == averaged[0]["personal_accuracy"] == 1.0
+    assert averaged[0]["ece"] == 0.1
+
+
+def test_the_title_says_what_the_table_shows():
+    summary = {"rounds": 9, "evaluated_on": "test", "mean_of_last_rounds": None}
+    assert table_title(summary) == "after 9 rounds, test data, mean over clients"
+    summary |= {"mean_of_last_rounds": {"rounds": 4}, "novel_clients": [2]}
+    assert table_title(summary) == (
+        "mean of the last 4 of 9 rounds, test data, mean over the clients that took "
+        "part in training"
+    )

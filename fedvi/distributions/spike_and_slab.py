@@ -1,0 +1,221 @@
+"""Spike-and-slab over parameter pytrees: each weight is 0 or normal.
+
+sFedBayes ("Federated Learning via Variational Bayesian Inference", §4, Eq. 32):
+
+    θ = γ (μ + σ g),   γ ~ Bernoulli(λ),   g ~ N(0, 1).
+
+λ is carried as its logit: optimised directly it leaves [0, 1] (the paper's Table 2
+estimates λ = 1.01).
+"""
+
+import math
+from typing import NamedTuple
+
+import chex
+import distrax
+import jax
+import jax.numpy as jnp
+
+from fedvi.distributions import mean_field
+from fedvi.distributions.draws import draw_like
+from fedvi.distributions.mean_field import Link, MeanField
+
+__all__ = [
+    "INCLUSION_FLOOR",
+    "SpikeAndSlab",
+    "from_moments",
+    "gates",
+    "inclusion",
+    "init",
+    "kl",
+    "moments",
+    "sample",
+]
+
+INCLUSION_FLOOR = 1e-6
+"""Least λ and least 1 - λ.
+
+They keep the KL finite: a prior λ of 0 or 1 would forbid what a client finds. Logits
+beyond ±13.8 have gradient 0.
+"""
+
+_LOGIT_BOUND = math.log((1 - INCLUSION_FLOOR) / INCLUSION_FLOOR)
+
+
+class SpikeAndSlab(NamedTuple):
+    """Parameters of a spike-and-slab distribution.
+
+    Attributes:
+      slab: the normal of the weights that are not 0.
+      logit: log(λ / (1 - λ)), pytree like `slab.mu`; see `inclusion`.
+    """
+
+    slab: MeanField
+    logit: chex.ArrayTree
+
+
+def init(slab: MeanField, inclusion: float) -> SpikeAndSlab:
+    """A spike-and-slab distribution with one inclusion probability for all weights.
+
+    Args:
+      slab: the normal of the weights that are not 0.
+      inclusion: λ, in (0, 1) (§6, Table 2: 0.5 and 0.99). Within INCLUSION_FLOOR of 0
+        or 1 it is that of `inclusion` and has gradient 0.
+
+    Raises:
+      ValueError: inclusion outside (0, 1).
+    """
+    if not 0 < inclusion < 1:
+        raise ValueError(
+            f"inclusion={inclusion} must lie in (0, 1): the probability that a weight "
+            "is not 0"
+        )
+    logit = math.log(inclusion) - math.log1p(-inclusion)
+    return SpikeAndSlab(slab, jax.tree.map(lambda m: jnp.full_like(m, logit), slab.mu))
+
+
+def inclusion(q: SpikeAndSlab) -> chex.ArrayTree:
+    """λ = sigmoid(logit) within [INCLUSION_FLOOR, 1 - INCLUSION_FLOOR], per weight."""
+    return jax.tree.map(lambda logit: jax.nn.sigmoid(_clip(logit)), q.logit)
+
+
+def gates(key: chex.PRNGKey, q: SpikeAndSlab, temperature: float) -> chex.ArrayTree:
+    """One draw of γ ~ Bernoulli(λ), 0.0 or 1.0, with a straight-through gradient.
+
+    Forward γ = 1[η > 0], which is 1 with probability λ; backward the derivative of the
+    Gumbel-sigmoid (Eq. 41)
+
+        γ̃ = sigmoid(η / τ),   η = log(λ / (1 - λ)) + log(u / (1 - u)),   u ~ U(0, 1).
+
+    The gradient is biased, whatever τ, and varies the more the smaller τ.
+
+    Args:
+      key: typed PRNG key.
+      q: the distribution.
+      temperature: τ, a Python number (the paper gives none; public code: 0.5).
+
+    Returns:
+      Pytree like `q.logit`.
+
+    Raises:
+      ValueError: temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature} must be positive, such as 0.5: it is τ"
+        )
+
+    def gate(logit, noise):
+        eta = _clip(logit) + noise
+        soft = jax.nn.sigmoid(eta / temperature)
+        hard = (eta > 0).astype(soft.dtype)
+        # The bracket is exactly 0: soft + (hard - soft) could miss hard by a rounding.
+        return hard + (soft - jax.lax.stop_gradient(soft))
+
+    # log(u / (1 - u)) is logistic; JAX keeps its u off 0 and 1.
+    noise = draw_like(
+        lambda shape, dtype: jax.random.logistic(key, shape, dtype), q.logit
+    )
+    return jax.tree.map(gate, q.logit, noise)
+
+
+def sample(
+    key: chex.PRNGKey,
+    q: SpikeAndSlab,
+    temperature: float,
+    eps_scale: chex.Numeric = 1.0,
+) -> chex.ArrayTree:
+    """One draw γ (μ + eps_scale · σ · g) (Eq. 40), structure and shapes of `slab.mu`.
+
+    Reparametrised in μ and σ, straight-through in the logits; see `gates`.
+
+    Args:
+      key: typed PRNG key.
+      q: the distribution.
+      temperature: τ of `gates`.
+      eps_scale: factor on the slab's noise; see `mean_field.sample`.
+
+    Raises:
+      ValueError: temperature is not positive.
+    """
+    gate_key, slab_key = jax.random.split(key)
+    slab = mean_field.sample(slab_key, q.slab, eps_scale)
+    return jax.tree.map(jnp.multiply, gates(gate_key, q, temperature), slab)
+
+
+def kl(q: SpikeAndSlab, p: SpikeAndSlab) -> jax.Array:
+    """KL(q ‖ p) in nats, summed over all weights, scalar (Eq. 34).
+
+        Σ KL(Bernoulli(λ_q) ‖ Bernoulli(λ_p)) + λ_q KL(N(μ_q, σ_q²) ‖ N(μ_p, σ_p²))
+
+    The paper has it as an upper bound: the KL of the pairs (θ, γ). It is an equality:
+    a slab is 0 with probability 0, so that γ = 1[θ ≠ 0] is a function of θ, under q and
+    under p alike, and the pair says no more than θ.
+
+    Finite with a finite gradient in float32 for every logit, and for the rho of
+    `mean_field.kl`.
+    """
+
+    def leaf(logit_q, logit_p, slabs):
+        bernoulli_q = distrax.Bernoulli(logits=_clip(logit_q))
+        bernoulli_p = distrax.Bernoulli(logits=_clip(logit_p))
+        gate = bernoulli_q.kl_divergence(bernoulli_p)
+        return jnp.sum(gate + bernoulli_q.probs * slabs)
+
+    slabs = mean_field.kl_by_weight(q.slab, p.slab)
+    return sum(jax.tree.leaves(jax.tree.map(leaf, q.logit, p.logit, slabs)))
+
+
+def moments(q: SpikeAndSlab, centre: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
+    """What a server must average over clients to find the distribution closest to them.
+
+    Args:
+      q: a client's distribution.
+      centre: c, as in `mean_field.moments`.
+
+    Returns:
+      Three pytrees: `mass` λ, `first` λ (μ - c), `second` λ (σ² + (μ - c)²).
+    """
+    slab = mean_field.moments(q.slab, centre)
+    mass = inclusion(q)
+
+    def weighted(name):
+        return jax.tree.map(jnp.multiply, mass, slab[name])
+
+    return {"mass": mass, "first": weighted("first"), "second": weighted("second")}
+
+
+def from_moments(
+    mean_statistics: dict[str, chex.ArrayTree],
+    centre: chex.ArrayTree,
+    link: Link = "softplus",
+) -> SpikeAndSlab:
+    """The spike-and-slab closest to the clients': Lemma A.2 for Eq. 34.
+
+    The minimum of (1/N) Σ_i KL(q_i ‖ w) falls in two parts. That of the gates is a
+    cross-entropy, least at λ_w = (1/N) Σ_i λ_i. That of the slabs is Lemma A.2 with
+    client i weighted by λ_i: see `mean_field.from_moments` with m_i = λ_i.
+
+    Args:
+      mean_statistics: (weighted) mean over clients of their `moments`; not the sum,
+        as the mean of the mass is λ_w.
+      centre: c, as given to `moments`.
+      link: of the slab, see `MeanField`.
+
+    Returns:
+      The optimum, its λ and σ kept within the bounds of `inclusion` and
+      `mean_field.scale`.
+
+    Raises:
+      ValueError: link is unknown.
+    """
+    slab = mean_field.from_moments(mean_statistics, centre, link)
+
+    def logit(mass):
+        return _clip(jnp.log(mass) - jnp.log1p(-mass))
+
+    return SpikeAndSlab(slab, jax.tree.map(logit, mean_statistics["mass"]))
+
+
+def _clip(logit):
+    return jnp.clip(logit, -_LOGIT_BOUND, _LOGIT_BOUND)

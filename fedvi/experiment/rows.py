@@ -1,0 +1,88 @@
+"""The rows of `metrics.csv`: one per evaluation and seed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedvi.evaluation import Scores, adjusted_rand_index, summarise
+from fedvi.experiment.build import Experiment
+from fedvi.federation import RoundMetrics
+
+__all__ = ["MODELS", "evaluation_rows", "seed_of"]
+
+MODELS = ("global", "personal")
+
+
+def seed_of(tree: Any, index: int) -> Any:
+    """One seed's part of a pytree with leaves `[seeds, ...]`."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def evaluation_rows(
+    experiment: Experiment,
+    *,
+    round: int,
+    seeds: Sequence[int],
+    metrics: RoundMetrics,
+    scores: Mapping[str, Scores],
+    clusters: np.ndarray | None,
+    seconds: float,
+) -> list[dict[str, Any]]:
+    """One row per seed.
+
+    Figures are over the clients that take part in training, `global_...` and
+    `personal_...`; novel clients, if there are any, have their own `novel_global_...`
+    and `novel_personal_...`. `adjusted_rand` is there if the true clusters are known
+    and the method has clusters: over the training clients that hold data.
+
+    Args:
+      experiment: what is run.
+      round: rounds done.
+      seeds: the seeds.
+      metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row.
+      scores: leaves `[seeds, clients, ...]`, numpy, of the `global` models and, where
+        evaluated, of the `personal` ones.
+      clusters: `[seeds, clients]`, or None.
+      seconds: of one round of one seed, in this block.
+    """
+    counted = ~(metrics.empty | metrics.failed).all(-1)
+    groups = {"": experiment.trained}
+    if len(experiment.novel):
+        groups["novel_"] = experiment.novel
+    rows = []
+    for index, seed in enumerate(seeds):
+        row = {
+            "round": round,
+            "seed": seed,
+            "split": experiment.config.evaluated_on,
+            "seconds": seconds,
+            **_mean_metrics(seed_of(metrics.metrics, index), counted[index]),
+        }
+        for group, ids in groups.items():
+            own = {
+                model: summarise(seed_of(seed_of(tree, index), ids))
+                for model, tree in scores.items()
+            }
+            for model in MODELS:
+                figures = own.get(model, dict.fromkeys(own["global"]))
+                row |= {f"{group}{model}_{key}": v for key, v in figures.items()}
+        if clusters is not None and experiment.data.clusters is not None:
+            row["adjusted_rand"] = _agreement(experiment, clusters[index])
+        rows.append(row)
+    return rows
+
+
+def _agreement(experiment: Experiment, clusters: np.ndarray) -> float:
+    ids = experiment.trained
+    ids = ids[np.asarray(experiment.data.train.size)[ids] > 0]
+    return adjusted_rand_index(experiment.data.clusters[ids], clusters[ids])
+
+
+def _mean_metrics(metrics: Mapping[str, np.ndarray], counted) -> dict[str, float]:
+    """Means over the rounds that had a participant; NaN if none had."""
+    return {
+        key: float(values[counted].mean()) if counted.any() else float("nan")
+        for key, values in metrics.items()
+    }

@@ -1,0 +1,184 @@
+"""The PyTorch peer of pFedBayes does what fedvi does."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fedvi
+from fedvi import nn, selection
+from fedvi.algorithms import pfedbayes
+from fedvi.data import ClientData, standardise
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+CLIENTS, SIZE, FEATURES, CLASSES, HIDDEN = 3, 12, 5, 4, 6
+ROUNDS = 5
+
+
+@pytest.fixture(scope="module")
+def python():
+    """An interpreter with PyTorch: this one, or TORCH_PYTHON."""
+    if importlib.util.find_spec("torch"):
+        return sys.executable
+    if "TORCH_PYTHON" in os.environ:
+        return os.environ["TORCH_PYTHON"]
+    pytest.skip("needs PyTorch: install it, or set TORCH_PYTHON to its interpreter")
+
+
+@pytest.fixture
+def peer(python):
+    spec = importlib.util.spec_from_file_location("worker", BENCHMARKS / "worker.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    environment = {"OMP_NUM_THREADS": "1"}
+    worker = module.Worker(python, "peers/torch_pfedbayes.py", environment)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+
+    def split():
+        x = rng.integers(0, 256, (CLIENTS, SIZE, FEATURES)).astype(np.uint8)
+        y = rng.integers(0, CLASSES, (CLIENTS, SIZE)).astype(np.int32)
+        return ClientData(x, y, np.full(CLIENTS, SIZE, np.int32))
+
+    return split(), split()
+
+
+def write_files(folder, data, posterior):
+    """What `round_time.py` gives the peer."""
+    arrays = {
+        f"{split}_{key}": value
+        for split, part in zip(("train", "test"), data)
+        for key, value in part._asdict().items()
+    }
+    mean, std = np.array([0.5], np.float32), np.array([0.25], np.float32)
+    np.savez(folder / "data.npz", mean=mean, std=std, **arrays)
+    np.savez(folder / "params.npz", *jax.tree.leaves(posterior))
+    paths = {f"{name}_file": str(folder / f"{name}.npz") for name in ("data", "params")}
+    return {**paths, "hidden": HIDDEN, "classes": CLASSES, "seed": 0, "threads": 1}
+
+
+@pytest.mark.parametrize(
+    "sampling, optimizer, clients_at_once",
+    [("weight", "adam", 1), ("local", "sgd", 2)],
+)
+def test_follows_fedvi(tmp_path, data, peer, sampling, optimizer, clients_at_once):
+    # Without noise, and with one batch a client, nothing is random.
+    options = {
+        "zeta": 3.0,
+        "personal_steps": 1,
+        "global_steps": 2,
+        "sampling": sampling,
+        "eps_scale": 0.0,
+    }
+    training = {"batch_size": SIZE, "epochs": 1, "learning_rate": 0.03, "momentum": 0.5}
+    model = nn.build(
+        "mlp",
+        classes=CLASSES,
+        input_shape=(FEATURES,),
+        hidden=(HIDDEN,),
+        preprocess=standardise(np.array([0.5]), np.array([0.25])),
+    )
+    local = fedvi.LocalTraining(**training, optimizer=optimizer)
+    task = fedvi.Task(model, local, local, CLIENTS, CLIENTS * SIZE)
+    algorithm = pfedbayes(task, rho=-1.0, num_samples=1, **options)
+    federation = fedvi.Federation(
+        algorithm, *data, selection=selection.uniform(CLIENTS, 2)
+    )
+    state = federation.init(jax.random.key(0))
+    peer(
+        "load",
+        **write_files(tmp_path, data, state.server.posterior),
+        **training,
+        **options,
+        optimizer=optimizer,
+        clients_at_once=clients_at_once,
+    )
+    # Clients sit out, and go on with what they and their optimisers kept.
+    state, metrics = federation.rounds(state, ROUNDS)
+    cohorts = metrics.client_ids.tolist()
+    assert {client for cohort in cohorts for client in cohort} == set(range(CLIENTS))
+    losses = [peer("round", cohort=cohort)["loss"] for cohort in cohorts]
+    # Adam makes whole steps of gradients that are zero up to rounding.
+    rtol = 2e-3 if optimizer == "adam" else 1e-5
+    np.testing.assert_allclose(losses, metrics.metrics["loss"], rtol=rtol)
+    found, scores = peer("finish"), federation.evaluate(state)
+    own = federation.evaluate_personal(state)
+    expected = {
+        "test_accuracy": scores.correct.sum() / scores.count.sum(),
+        "test_nll": scores.nll.sum() / scores.count.sum(),
+        "personal_accuracy": own.correct.sum() / own.count.sum(),
+    }
+    assert found == pytest.approx(jax.tree.map(float, expected), rel=rtol)
+
+
+# Run by the interpreter that has PyTorch.
+GRADIENTS = """
+import json, math, sys
+import torch
+from torch.nn import functional as F
+from torch_pfedbayes import Learner, Trainer, cut, mlp
+
+sampling, seed = sys.argv[1], 3
+shapes = [(6,), (5, 6), (4,), (6, 4)]
+weights = sum(map(math.prod, shapes))
+torch.manual_seed(0)
+x, y = torch.randn(7, 5), torch.arange(7) % 4
+sgd = lambda p: torch.optim.SGD(p, 1.0)
+q = Learner(torch.cat([torch.randn(weights), torch.rand(weights) - 2]), sgd)
+w = Learner(torch.cat([torch.randn(weights), torch.rand(weights) - 2]), sgd)
+starts = [learner.value.clone().requires_grad_() for learner in (q, w)]
+options = dict(
+    batch_size=7, epochs=1, zeta=2.0, personal_steps=1, global_steps=0,
+    sampling=sampling, eps_scale=0.7,
+)
+Trainer(shapes, options, seed).train(q, w, x, y)
+
+(mu, rho), (mu_w, rho_w) = (start.chunk(2) for start in starts)
+sigma = F.softplus(rho)
+generator = torch.Generator().manual_seed(seed)
+order = torch.randperm(7, generator=generator)
+x, y = x[order], y[order]
+if sampling == "weight":
+    noise = 0.7 * torch.empty(weights).normal_(generator=generator)
+    logits = mlp(x, cut(mu + sigma * noise, shapes))
+else:
+    noise = 0.7 * torch.empty(7, 10).normal_(generator=generator)
+    means, variances = cut(mu, shapes), cut(sigma**2, shapes)
+    for layer, part in enumerate(noise.split([6, 4], 1)):
+        bias, kernel = means[2 * layer : 2 * layer + 2]
+        bias_2, kernel_2 = variances[2 * layer : 2 * layer + 2]
+        logits = x @ kernel + bias + (x**2 @ kernel_2 + bias_2).sqrt() * part
+        x = logits.relu()
+kl = torch.distributions.kl_divergence(
+    torch.distributions.Normal(mu, sigma),
+    torch.distributions.Normal(mu_w, F.softplus(rho_w)),
+).sum()
+(F.cross_entropy(logits, y) + 2.0 / 7 * kl).backward()
+step = starts[0].detach() - q.value
+print(json.dumps([step.tolist(), starts[0].grad.tolist()]))
+"""
+
+
+@pytest.mark.parametrize("sampling", ["weight", "local"])
+def test_written_out_gradients_are_autograds(python, sampling):
+    paths = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+    process = subprocess.run(
+        [python, "-c", GRADIENTS, sampling],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    step, gradient = json.loads(process.stdout)
+    np.testing.assert_allclose(step, gradient, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,106 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fedvi.evaluation import Scores
+from fedvi.experiment import build
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.rows import evaluation_rows
+from fedvi.federation import RoundMetrics
+
+CONFIG = ExperimentConfig(
+    algorithm="fedavg",
+    dataset="digits",
+    partition="iid",
+    clients=4,
+    model="logistic",
+    augment=False,
+    fraction=0.5,
+)
+
+
+def scores(correct):
+    """`[seeds, clients]` scores of 10 examples each."""
+    correct = np.asarray(correct, np.float32)
+    bins = np.zeros((*correct.shape, 15), np.float32)
+    count = np.full_like(correct, 10)
+    return Scores(count, correct, *(count,) * 4, *(bins,) * 3)
+
+
+def nothing_happened(seeds, rounds=3, loss=None):
+    nothing = np.zeros((seeds, rounds, 2), bool)
+    return RoundMetrics(
+        nothing.astype(int), nothing, nothing, {} if loss is None else {"loss": loss}
+    )
+
+
+def rows_of(experiment, correct, metrics, clusters=None, **more):
+    return evaluation_rows(
+        experiment,
+        round=3,
+        seeds=[4, 5],
+        metrics=metrics,
+        scores={"global": scores(correct)} | more,
+        clusters=clusters,
+        seconds=0.25,
+    )
+
+
+def test_rows_hold_each_seeds_own_figures():
+    loss = np.array([[1.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
+    metrics = nothing_happened(2, loss=loss)
+    empty = metrics.empty.copy()
+    empty[0, 1] = empty[1] = True  # seed 0 lost its second round, seed 1 all
+    experiment = build.experiment(CONFIG)
+    correct = [[5, 7, 6, 6], [9, 9, 9, 9]]
+    first, second = rows_of(experiment, correct, metrics._replace(empty=empty))
+    assert (first["round"], first["seed"], first["split"]) == (3, 4, "test")
+    assert (first["global_accuracy"], second["global_accuracy"]) == (60.0, 90.0)
+    assert first["global_entropy"] == 1.0
+    assert first["loss"] == 2.0 and np.isnan(second["loss"])
+    assert first["personal_accuracy"] is None
+    assert first.keys() == second.keys()
+    assert not any("novel" in key or "rand" in key for key in first)
+
+
+def test_novel_clients_have_figures_of_their_own():
+    experiment = build.experiment(dataclasses.replace(CONFIG, novel_clients=1))
+    correct = np.full((2, 4), 6)
+    correct[:, experiment.novel] = 2
+    rows = rows_of(experiment, correct, nothing_happened(2), personal=scores(correct))
+    for model in ("global", "personal"):
+        assert rows[0][f"{model}_accuracy"] == 60.0
+        assert rows[0][f"{model}_clients"] == 3
+        assert rows[0][f"novel_{model}_accuracy"] == 20.0
+    early = rows_of(experiment, correct, nothing_happened(2))[0]
+    assert early["novel_global_accuracy"] == 20.0
+    assert early["novel_personal_accuracy"] is None
+    assert early.keys() == rows[0].keys()
+
+
+@pytest.mark.parametrize("cut_out", ["novel", "empty"])
+def test_recovered_clusters_are_compared_over_those_that_train(cut_out):
+    config = dataclasses.replace(
+        CONFIG,
+        cluster_transform="relabel",
+        clients=5,
+        novel_clients=int(cut_out == "novel"),
+    )
+    experiment = build.experiment(config)
+    found = 1 - experiment.data.clusters[None].repeat(2, axis=0)  # other names
+    wrong = experiment.novel
+    if cut_out == "empty":
+        wrong = [3]
+        size = experiment.data.train.size.copy()
+        size[3] = 0
+        federated = dataclasses.replace(
+            experiment.data, train=experiment.data.train._replace(size=size)
+        )
+        experiment = experiment._replace(data=federated)
+    found[:, wrong] = 1 - found[:, wrong]
+    found[1, np.delete(np.arange(5), wrong)[0]] ^= 1
+    correct = np.full((2, 5), 6)
+    rows = rows_of(experiment, correct, nothing_happened(2), found)
+    assert rows[0]["adjusted_rand"] == 1.0 > rows[1]["adjusted_rand"]
+    assert "adjusted_rand" not in rows_of(experiment, correct, nothing_happened(2))[0]
