@@ -112,24 +112,25 @@ class FedviRounds:
             self._state, self._federation.train, n=1
         )
         analysis = program.compile().memory_analysis()
-        scores = self._federation.evaluate(self._state)
-        count = scores.count.sum()
-        return {
+        accuracy, nll = pooled(self._federation.evaluate(self._state))
+        results = {
             "peak_bytes": peak,
             "before_data_bytes": self._before,
             "above_before_data_bytes": peak - self._before,
             "xla_temporary_bytes": analysis and analysis.temp_size_in_bytes,
-            "test_accuracy": (scores.correct.sum() / count).item(),
-            "test_nll": (scores.nll.sum() / count).item(),
-            **self._personal_scores(),
+            "test_accuracy": accuracy,
+            "test_nll": nll,
         }
+        if self._algorithm == "pfedbayes":
+            own = pooled(self._federation.evaluate_personal(self._state))
+            results["personal_accuracy"], results["personal_nll"] = own
+        return results
 
-    def _personal_scores(self):
-        if self._algorithm != "pfedbayes":
-            return {}
-        scores = self._federation.evaluate_personal(self._state)
-        accuracy = scores.correct.sum() / scores.count.sum()
-        return {"personal_accuracy": accuracy.item()}
+
+def pooled(scores):
+    """Accuracy and NLL over the test examples of all clients."""
+    count = scores.count.sum()
+    return (scores.correct.sum() / count).item(), (scores.nll.sum() / count).item()
 
 
 if __name__ == "__main__":

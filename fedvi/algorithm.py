@@ -135,8 +135,8 @@ class Algorithm(NamedTuple):
         for selection.
       assign: optional, for clustered methods, `(key, server, client, data) ->
         (cluster [] int32, server)`: the cluster that a client's training data belong
-        to, and the server state that stands for that cluster's global model, of
-        which `global_predictive` makes the client's predictions.
+        to, and that cluster's global model, which `global_predictive` gets as the
+        client's `server`.
       reduce: "sum": the server gets an `Aggregate`; "stack": a `StackedAggregate`,
         for the few methods whose server needs every upload.
     """

@@ -1,6 +1,8 @@
 """A user's mistakes, named in one line before anything is compiled."""
 
-__all__ = ["at_least", "fraction", "one_of", "open_unit", "positive"]
+import math
+
+__all__ = ["at_least", "finite", "fraction", "one_of", "open_unit", "positive"]
 
 
 def one_of(name: str, value, choices) -> None:
@@ -13,6 +15,12 @@ def at_least(name: str, value, least) -> None:
     """Raises `ValueError` unless `value >= least` (NaN fails)."""
     if not value >= least:
         raise ValueError(f"{name}={value!r} must be at least {least}")
+
+
+def finite(name: str, value) -> None:
+    """Raises `ValueError` for NaN and infinities."""
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number")
 
 
 def positive(name: str, value) -> None:

@@ -75,14 +75,14 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
 
 
 def _check_assign(found):
-    """The server state that is a client's global model."""
+    """What `assign` returns as a client's global model."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise ValueError("assign must return (cluster [] int32, server)")
     cluster, own_server = found
-    leaves = jax.tree.leaves(cluster)
-    if len(leaves) != 1 or leaves[0].shape != () or leaves[0].dtype != jnp.int32:
+    shapes = [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves(cluster)]
+    if shapes != ["int32[]"]:
         raise ValueError(
-            f"assign returns {cluster} for the cluster: it must be a scalar int32"
+            f"assign returns {', '.join(shapes)} for the cluster: it must be int32[]"
         )
     return own_server
 

@@ -45,7 +45,11 @@ def normal(rho: float, link: str = "softplus") -> Family:
     Args:
       rho: initial unconstrained scale.
       link: "softplus" or "exp".
+
+    Raises:
+      ValueError: rho is NaN or infinite.
     """
+    checks.finite("rho", rho)
 
     def moments(q, near):
         statistics = mean_field.moments(q, near.mu)
@@ -72,7 +76,11 @@ def bernoulli_gaussian(rho: float, inclusion: float, temperature: float) -> Fami
       rho: initial unconstrained scale of the slab, softplus.
       inclusion: initial λ in (0, 1).
       temperature: τ > 0 of the gates' straight-through gradient (Eq. 41).
+
+    Raises:
+      ValueError: rho is NaN or infinite.
     """
+    checks.finite("rho", rho)
 
     def init(params):
         return spike_and_slab.init(mean_field.from_rho(params, rho), inclusion)

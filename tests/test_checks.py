@@ -9,6 +9,7 @@ from fedvi import checks
     ("check", "good", "bad"),
     [
         (checks.positive, [1e-9, 3], [0, -1.0, math.nan]),
+        (checks.finite, [-1e9, 0], [math.inf, -math.inf, math.nan]),
         (checks.fraction, [0, 0.5], [1, -0.1, math.nan]),
         (lambda n, v: checks.at_least(n, v, 2), [2, 3.5], [1.9, math.nan]),
         (lambda n, v: checks.one_of(n, v, ("a", "b")), ["a"], ["c", None]),

@@ -110,6 +110,8 @@ def bpfed(
         personalised weight, or more draws than fit in memory.
     """
     checks.at_least("zeta", zeta, 0)
+    if init_std is not None:
+        checks.positive("init_std", init_std)
     checks.one_of("kl_direction", kl_direction, ("forward", "reverse"))
     checks.one_of("start", start, ("personal", "prior"))
     checks.one_of("upload", upload, ("localised", "personal"))

@@ -81,6 +81,13 @@ def fedabml(
     checks.one_of("theta_update", theta_update, ("alternate", "average", "meta"))
     checks.one_of("average", average, ("parameters", "moments"))
     checks.at_least("kl_weight", kl_weight, 0)
+    checks.finite("nu", nu)
+    for name, value in (
+        ("init_std", init_std),
+        ("inner_learning_rate", inner_learning_rate),
+    ):
+        if value is not None:
+            checks.positive(name, value)
     check_steps(personal_steps, global_steps, global_learning_rate)
     network = BayesianNetwork(
         task.model, normal(nu, "exp"), sampling, mc_samples, num_samples, eps_scale

@@ -132,6 +132,8 @@ def pfedbayes_of(
     uploaded posterior at a server that knows its own broadcast.
     """
     checks.at_least("zeta", zeta, 0)
+    if init_std is not None:
+        checks.positive("init_std", init_std)
     checks.one_of("start", start, ("personal", "global"))
     checks.one_of("upload", upload, ("localised", "personal"))
     checks.one_of("average", average, ("parameters", "moments"))

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedvi import algorithms, checks, data, nn, selection
+from fedvi import algorithms, data, nn, selection
 from fedvi.algorithm import Algorithm, Task
 from fedvi.cohort import clients_mesh
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment.config import ExperimentConfig, participants
+from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.federation import Federation
 from fedvi.local import LocalTraining
 
@@ -32,24 +33,6 @@ __all__ = [
     "resolve",
     "with_finetuning",
 ]
-
-
-class LoadedData(NamedTuple):
-    """Every client's data, and what is needed to standardise it.
-
-    Attributes:
-      federated: the clients' data; `test` holds what is evaluated on, which with
-        `validation_fraction` is a part of the training data.
-      mean: pixel mean of the training split of `dataset`, `[channels]`; with
-        `second_dataset` and `cluster_transform` too it serves every client.
-      std: its standard deviation.
-      ood: the evaluated part of `ood_dataset`, if one is given.
-    """
-
-    federated: FederatedData
-    mean: jax.typing.ArrayLike
-    std: jax.typing.ArrayLike
-    ood: ClientData | None = None
 
 
 class Experiment(NamedTuple):
@@ -128,112 +111,6 @@ def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, An
         if key not in left_out and not (key in added and value == added[key])
     }
     return settings | {"data_sha256": data_sha256}
-
-
-def load_data(config: ExperimentConfig) -> LoadedData:
-    """Loads, checks and partitions the data.
-
-    Options of other partitions than the chosen one are ignored.
-
-    Raises:
-      ValueError: missing or invalid data, a partition that they do not allow, or
-        nothing to evaluate on.
-    """
-    dataset = data.load(
-        config.dataset, data_file=config.data_file, data_dir=config.data_dir
-    )
-    if config.augment and dataset.train_x.ndim != 4:
-        raise ValueError(
-            f"augment=True needs images, but {config.dataset!r} holds features of "
-            f"shape {dataset.train_x.shape[1:]}: give --noaugment"
-        )
-    federated = _clustered(config, dataset, _federated(config, dataset))
-    if config.validation_fraction:
-        federated = data.hold_out(
-            federated, config.validation_fraction, config.partition_seed
-        )
-    if not federated.test.size.any():
-        raise ValueError(
-            f"no client of partition={config.partition!r} has {config.evaluated_on} "
-            "data: give validation_fraction, the part of the training data to hold out"
-        )
-    mean, std = data.pixel_statistics(dataset.train_x)
-    return LoadedData(federated, mean, std, _out_of_distribution(config, federated))
-
-
-def _federated(config: ExperimentConfig, dataset: data.Dataset) -> FederatedData:
-    checks.one_of("partition", config.partition, data.PARTITIONS)
-    taken = inspect.signature(data.PARTITIONS[config.partition]).parameters
-    given = config.partition_options()
-    partition = data.partition(
-        config.partition,
-        dataset,
-        clients=config.clients or None,
-        seed=config.partition_seed,
-        **{option: value for option, value in given.items() if option in taken},
-    )
-    return data.federate(dataset, partition)
-
-
-def _clustered(
-    config: ExperimentConfig, dataset: data.Dataset, federated: FederatedData
-) -> FederatedData:
-    """The data of one or two clusters; `dataset` is that of the first."""
-    if config.second_dataset is None:
-        if config.cluster_transform == "none":
-            return federated
-        return data.transform_half(federated, config.cluster_transform)
-    second = data.load(
-        config.second_dataset,
-        data_file=config.second_data_file,
-        data_dir=config.data_dir,
-    )
-    # One folder of idx files holds one data set, whatever its name.
-    if np.array_equal(second.train_x, dataset.train_x):
-        raise ValueError(
-            f"second_dataset={config.second_dataset!r} has the same training inputs as "
-            f"dataset={config.dataset!r}: give its own second_data_file"
-        )
-    return data.join_halves(federated, _federated(config, second))
-
-
-def _out_of_distribution(
-    config: ExperimentConfig, federated: FederatedData
-) -> ClientData | None:
-    """What takes the place of `federated.test`, checked to fit the same model."""
-    name = config.ood_dataset
-    if name is None:
-        return None
-    ood = load_data(
-        dataclasses.replace(
-            config,
-            dataset=name,
-            data_file=config.ood_data_file,
-            augment=False,
-            cluster_transform="none",
-            second_dataset=None,
-            ood_dataset=None,
-        )
-    ).federated.test
-    test = federated.test
-    for what, here, there in (
-        ("clients", len(test.size), len(ood.size)),
-        ("examples of shape", test.x.shape[2:], ood.x.shape[2:]),
-        ("examples of type", test.x.dtype, ood.x.dtype),
-    ):
-        if here != there:
-            raise ValueError(
-                f"ood_dataset={name!r} has {what} {there} and dataset="
-                f"{config.dataset!r} {here}: one model must serve both; give a data "
-                "set that agrees"
-            )
-    # One folder of idx files holds one data set, whatever its name.
-    if np.array_equal(ood.x, test.x):
-        raise ValueError(
-            f"ood_dataset={name!r} has the same inputs as dataset={config.dataset!r}: "
-            "give its own ood_data_file"
-        )
-    return ood
 
 
 def check_algorithm(config: ExperimentConfig) -> None:
@@ -323,9 +200,7 @@ def with_finetuning(experiment: Experiment, epochs: int) -> Experiment:
     """The experiment with another number of epochs of personalisation."""
     task = experiment.task
     task = task._replace(finetuning=task.finetuning._replace(epochs=epochs))
-    return experiment._replace(
-        task=task, algorithm=experiment.build_algorithm(task)
-    )
+    return experiment._replace(task=task, algorithm=experiment.build_algorithm(task))
 
 
 def _check_end(experiment: Experiment) -> None:

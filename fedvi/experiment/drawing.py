@@ -56,7 +56,7 @@ def draw(
             run_dir / recorder.ENTROPY_DENSITY,
             *(_entropies(experiment, one) for one in uncertainty),
             classes=experiment.data.classes,
-            title=f"{title}, out of distribution {config.ood_dataset}",
+            title=f"{title}, out of distribution: {config.ood_dataset}",
         )
     return True
 

@@ -49,7 +49,9 @@ def measure(
     config = experiment.config
     curve, uncertainty, out, compile_seconds = None, None, None, 0.0
     if config.finetune_curve:
-        curve, compile_seconds = _finetune_curve(experiment, states, programs_of)
+        curve, compile_seconds = _finetune_curve(
+            experiment, states, programs, programs_of
+        )
     if experiment.ood is not None:
         uncertainty = jax.device_get(
             programs.uncertainty_personal(states, experiment.data.test, experiment.ood)
@@ -59,7 +61,10 @@ def measure(
 
 
 def _finetune_curve(
-    experiment: Experiment, states: State, programs_of: Callable
+    experiment: Experiment,
+    states: State,
+    programs: Programs,
+    programs_of: Callable[[Experiment], Programs],
 ) -> tuple[dict[str, Any], float]:
     """Accuracy (per cent) of training and novel clients for each number of epochs."""
     config = experiment.config
@@ -69,9 +74,13 @@ def _finetune_curve(
     curves = [{name: [] for name in groups} for _ in range(config.seeds)]
     compile_seconds = 0.0
     for epochs in config.finetune_curve:
-        programs = programs_of(build.with_finetuning(experiment, epochs))
-        scores = jax.device_get(programs.evaluate_personal(states))
-        compile_seconds += programs.compile_seconds
+        if epochs == config.finetune_epochs:  # compiled already
+            scores = programs.evaluate_personal(states)
+        else:
+            other = programs_of(build.with_finetuning(experiment, epochs))
+            scores = other.evaluate_personal(states)
+            compile_seconds += other.compile_seconds
+        scores = jax.device_get(scores)
         for index, curve in enumerate(curves):
             for name, ids in groups.items():
                 own = seed_of(seed_of(scores, index), ids)

@@ -280,22 +280,27 @@ def test_clusters_and_novel_clients_that_do_not_fit_are_named(changes, message):
         build.experiment(change(**changes))
 
 
+PATHS = ("data_file", "second_data_file", "ood_data_file", "data_dir")
 ADDED = {
     "cluster_transform": "rotate",
     "second_dataset": "mnist",
     "novel_clients": 2,
+    "final_rounds": 10,
+    "finetune_curve": (0, 1),
+    "ood_dataset": "mnist",
 }
 
 
 def test_the_identity_holds_what_was_added_unless_it_is_the_default():
     """A run from before these settings existed is continued with their defaults."""
     before = build.identity(CONFIG.to_dict(), "sha")
-    assert not {*ADDED, "second_data_file", "data_file", "data_dir"} & before.keys()
+    assert not {*ADDED, *PATHS} & before.keys()
     assert {"clients", "fraction", "seed", "data_sha256"} <= before.keys()
     old = {k: v for k, v in CONFIG.to_dict().items() if k not in ADDED}
     assert build.identity(old, "sha") == before
     for setting, value in ADDED.items():
         changed = build.identity(change(**{setting: value}).to_dict(), "sha")
-        assert changed == before | {setting: value}
-    elsewhere = change(second_data_file="there.npz", data_dir="folder")
+        stored = list(value) if isinstance(value, tuple) else value
+        assert changed == before | {setting: stored}
+    elsewhere = change(**dict.fromkeys(PATHS, "there"))
     assert build.identity(elsewhere.to_dict(), "sha") == before

@@ -13,7 +13,7 @@ from sklearn.metrics import roc_auc_score
 from fedvi.algorithms import fedavg
 from fedvi.experiment import build, checkpoint, recorder, runner
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.federation import Federation
+from fedvi.federation import Federation, State
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -153,13 +153,13 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
     federation = Federation(
         experiment.algorithm, experiment.data.train, experiment.data.test
     )
-    state = federation.init(jax.random.key(8))
+    shapes = jax.eval_shape(federation.pure_init, jax.random.key(8))
     with np.load(straight / recorder.CHECKPOINT) as arrays:
         server = jax.tree_util.tree_map_with_path(
             lambda path, leaf: arrays[f"state.server{jax.tree_util.keystr(path)}"][1],
-            state.server,
+            shapes.server,
         )
-    state = state._replace(server=server, round=jnp.int32(5))
+    state = State(server, (), jnp.int32(5), jax.random.key(8))
     pair = federation.uncertainty_personal(state, experiment.data.test, experiment.ood)
     for name in ("entropy", "mutual_information"):
         values = [
@@ -173,16 +173,16 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
         assert own[f"auroc_{name}"] == pytest.approx(
             roc_auc_score(labels, np.concatenate(values)), abs=1e-4
         )
-    scores = federation.evaluate_personal(state)
-    inside = (np.asarray(scores.entropy) / np.asarray(scores.count))[experiment.trained]
+    sums = np.where(pair[0].mask, pair[0].entropy, 0).sum(axis=1)
+    inside = (sums / np.asarray(pair[0].mask).sum(axis=1))[experiment.trained]
     assert own["entropy_in"] == pytest.approx(inside.mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("evaluations", [1, 2, 3])
+@pytest.mark.parametrize("evaluations", [2, 3])
 def test_a_stopped_run_continues_bit_for_bit(
     straight, tmp_path, monkeypatch, ood_file, evaluations
 ):
-    """Before, within and after the last rounds."""
+    """Within the last rounds, and after them."""
     save, saved = checkpoint.save, []
 
     def save_and_stop(*arguments):
@@ -211,13 +211,16 @@ def test_a_stopped_run_continues_bit_for_bit(
         assert one[key] == other[key]
 
 
-def test_the_table_shows_the_mean_of_the_last_rounds(tmp_path, capsys):
-    config = change(
-        seeds=1, finetune_curve=(), ood_dataset=None, novel_clients=0, rounds=3
-    )
-    [summary] = runner.run_all([(config, RunOptions(str(tmp_path)))])
+def test_the_table_shows_the_mean_of_the_last_rounds(
+    straight, tmp_path, capsys, ood_file
+):
+    """The run is finished, by forging: nothing is trained here."""
+    config = change(ood_data_file=ood_file)
+    summary = summary_of(straight) | {"config": build.resolve(config).to_dict()}
+    (tmp_path / recorder.SUMMARY).write_text(json.dumps(summary))
+    runner.run_all([(config, RunOptions(str(tmp_path), resume=True))])
     output = capsys.readouterr().out
-    assert "\nmean of the last 2 of 3 rounds, test data, mean over clients:" in output
+    assert "\nmean of the last 2 of 5 rounds, test data, mean over the clie" in output
     mean = summary["mean_of_last_rounds"]["global"]["accuracy"]
     table = output[output.index("method ") :].splitlines()
     assert table[2].split()[1] == f"{mean:.2f}"
@@ -267,64 +270,24 @@ def two_models(task):
     )
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_clustered_method_reports_what_it_recovers(tmp_path, known):
+def test_a_clustered_method_reports_what_it_recovers(tmp_path):
     config = change(
-        cluster_transform="relabel" if known else "none",
-        partition="class_shards",
-        shards=3,
+        cluster_transform="relabel",
         clients=6,
         novel_clients=0,
         finetune_curve=(),
         ood_dataset=None,
         final_rounds=0,
-        rounds=8,
+        rounds=4,
         eval_every=4,
-        epochs=5,
         seeds=1,
     )
     summary = runner.run(config, RunOptions(str(tmp_path)), two_models)
-    [own] = summary["per_seed"]
-    assert set(own["clusters"]) <= {0, 1} and len(own["clusters"]) == 6
-    if known:
-        assert summary["true_clusters"] == [0, 0, 0, 1, 1, 1]
-        rows = rows_of(tmp_path)
-        assert float(rows[-1]["adjusted_rand"]) == summary["adjusted_rand"] == 1.0
-        assert own["clusters"] in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
-    else:
-        assert summary["true_clusters"] is summary["adjusted_rand"] is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "message"),
-    [
-        (
-            (4, 4),
-            np.uint8,
-            r"examples of shape \(4, 4, 1\) and dataset='digits' \(8, 8",
-        ),
-        ((8, 8), np.float32, "examples of type float32 and dataset='digits' uint8"),
-    ],
-)
-def test_ood_data_that_do_not_fit_are_named(tmp_path, shape, dtype, message):
-    path = tmp_path / "other.npz"
-    x, y = np.full((50, *shape), 0.5).astype(dtype), np.arange(50) % 10
-    np.savez(path, train_x=x, train_y=y, test_x=x, test_y=y)
-    with pytest.raises(ValueError, match=f"ood_dataset='noise' has {message}"):
-        build.load_data(change(ood_data_file=str(path)))
-
-
-def test_the_same_data_are_not_out_of_distribution(tmp_path, ood_file):
-    with pytest.raises(ValueError, match="'digits' has the same inputs as dataset="):
-        build.load_data(change(ood_dataset="digits"))
-    loaded = build.load_data(change(ood_data_file=ood_file))
-    assert loaded.ood.x.shape == (5, 12, 8, 8, 1) and loaded.ood.size.sum() == 60
-    assert build.load_data(change(ood_dataset=None)).ood is None
-
-
-def test_the_digest_follows_the_ood_data(ood_file):
-    plain = build.experiment(change(ood_dataset=None)).data_sha256
-    assert build.experiment(change(ood_data_file=ood_file)).data_sha256 != plain
+    [own], rows = summary["per_seed"], rows_of(tmp_path)
+    assert summary["true_clusters"] == [0, 0, 0, 1, 1, 1]
+    assert own["clusters"] in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
+    assert float(rows[-1]["adjusted_rand"]) == summary["adjusted_rand"] == 1.0
+    assert summary["global"]["accuracy"] > 80  # each half has its own global model
 
 
 def test_novel_clients_without_test_data_are_named(tmp_path):

@@ -126,7 +126,8 @@ def _over_rounds(
         tidy(axis)
     if _BAND in handles:
         handles[_BAND] = handles.pop(_BAND)  # last in the legend
-    add_legend(figure, handles.values(), handles.keys(), columns=4)
+    columns = 4 if len(methods) > 1 else 5
+    add_legend(figure, handles.values(), handles.keys(), columns)
     figure.suptitle(title)
     save(figure, path)
     return True

@@ -51,7 +51,7 @@ def entropy_density(
         axis.set(xlabel="entropy (nats)", xlim=(0.0, largest))
         axis.set_title(f"{where} distribution")
         tidy(axis)
-    axes[0].set_ylabel("density, a curve a client")
+    axes[0].set_ylabel("density, one curve per client")
     axes[0].set_ylim(bottom=0.0)
     figure.suptitle(title)
     save(figure, path)

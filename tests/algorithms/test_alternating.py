@@ -1,0 +1,160 @@
+"""The alternation of two posteriors, on quadratics whose steps are written out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.algorithms.alternating import alternate, check_steps, learner
+from fedvi.data import ClientData
+from fedvi.local import LocalTraining
+
+KEY, WIDTH, SIZE = jax.random.key(3), 4, 6
+PULL, SPREAD = 0.7, 1.3  # weights of the two objectives' quadratics
+ROUND = 2
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(8, WIDTH)).astype(np.float32)
+Q, W = rng.normal(size=(2, WIDTH)).astype(np.float32)
+DATA = ClientData(jnp.asarray(X), jnp.zeros(8, jnp.int32), jnp.int32(SIZE))
+FULL_BATCH = LocalTraining(
+    epochs=2, batch_size=SIZE, learning_rate=lambda t: 0.05 * (1 + t), momentum=0.5
+)
+ADAM = FULL_BATCH._replace(optimizer="adam")
+
+
+def objective(key, q, w, batch):
+    """½|q - mean x|² + PULL/2 |q - w|², which depends on both."""
+    count = batch.mask.sum()
+    mean = jnp.where(batch.mask[:, None], batch.x, 0).sum(0) / count
+    return 0.5 * jnp.sum((q - mean) ** 2) + 0.5 * PULL * jnp.sum((q - w) ** 2)
+
+
+def divergence(q, w):
+    return 0.5 * SPREAD * jnp.sum((q - w) ** 2)
+
+
+def run(
+    training=FULL_BATCH,
+    *,
+    data=DATA,
+    learners=None,
+    objective=objective,
+    divergence=divergence,
+    personal_steps=3,
+    global_steps=2,
+    **options,
+):
+    q, w = learners or (learner(jnp.asarray(a), training) for a in (Q, W))
+
+    @jax.jit
+    def call(q, w, data):
+        return alternate(
+            KEY,
+            ROUND,
+            data,
+            training,
+            q,
+            w,
+            objective=objective,
+            divergence=divergence,
+            personal_steps=personal_steps,
+            global_steps=global_steps,
+            **options,
+        )
+
+    return call(q, w, data)
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_it_is_the_loop_of_algorithm_1():
+    """Heavy-ball momentum, the round's rate, and a rate of its own for w."""
+    q, w, loss = run(global_learning_rate=0.03)
+    mean, rate = X[:SIZE].mean(0, dtype=np.float64), 0.05 * (1 + ROUND)
+    q64, w64 = Q.astype(np.float64), W.astype(np.float64)
+    q_velocity, w_velocity = np.zeros(WIDTH), np.zeros(WIDTH)
+    losses = []
+    for _ in range(2):
+        for _ in range(3):
+            value = (
+                0.5 * ((q64 - mean) ** 2).sum() + PULL / 2 * ((q64 - w64) ** 2).sum()
+            )
+            q_velocity = 0.5 * q_velocity + (q64 - mean) + PULL * (q64 - w64)
+            q64 = q64 - rate * q_velocity
+        losses.append(value)  # before q's last step
+        for _ in range(2):
+            w_velocity = 0.5 * w_velocity + SPREAD * (w64 - q64)
+            w64 = w64 - 0.03 * w_velocity
+    np.testing.assert_allclose(q.posterior, q64, rtol=1e-5)
+    np.testing.assert_allclose(w.posterior, w64, rtol=1e-5)
+    assert loss == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_without_global_steps_only_q_moves():
+    q, w, _ = run(ADAM, global_steps=0)
+    assert_equal(w, learner(jnp.asarray(W), ADAM))
+    assert not np.allclose(q.posterior, Q)
+
+
+def test_each_objective_moves_its_own_posterior_only():
+    """q's objective depends on w and w's divergence on q: both are constants there."""
+    q, w, _ = run(divergence=lambda q, w: 5 * jnp.sum(q))
+    assert_equal(w.posterior, W)
+    assert not np.allclose(q.posterior, Q)
+    q, w, _ = run(objective=lambda key, q, w, batch: 5 * jnp.sum(w))
+    assert_equal(q.posterior, Q)
+    assert not np.allclose(w.posterior, W)
+
+
+def test_every_step_of_q_draws_afresh():
+    """Two steps along N(0, 1) directions: variance 2 if they differ, else 4."""
+
+    def noise(key, q, w, batch):
+        return jnp.dot(q, jax.random.normal(key, q.shape))
+
+    training = LocalTraining(epochs=1, batch_size=SIZE, learning_rate=1.0, momentum=0)
+    zeros = learner(jnp.zeros(4000), training)
+    q, _, _ = run(
+        training,
+        learners=(zeros, zeros),
+        objective=noise,
+        personal_steps=2,
+        global_steps=0,
+    )
+    assert np.var(q.posterior) == pytest.approx(2, rel=0.15)
+
+
+@pytest.mark.parametrize("training", [FULL_BATCH, ADAM], ids=["momentum", "adam"])
+def test_moments_that_are_handed_back_continue_the_descent(training):
+    once = training._replace(epochs=1)
+    q, w, _ = run(once)
+    q, w, _ = run(once, learners=(q, w))
+    longer = run(training)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (q, w), longer[:2]
+    )
+    if training is ADAM:
+        assert q.moments[0].count == 2 * 3 and w.moments[0].count == 2 * 2
+
+
+def test_a_client_without_data_moves_nothing():
+    q, w, loss = run(ADAM, data=DATA._replace(size=jnp.int32(0)))
+    assert_equal((q, w), tuple(learner(jnp.asarray(a), ADAM) for a in (Q, W)))
+    assert loss == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1, None), "personal_steps=0 must be at least 1"),
+        ((1, -1, None), "global_steps=-1 must be at least 0"),
+        ((1, 1, 0.0), "global_learning_rate=0.0 must be positive"),
+        ((1, 1, float("nan")), "global_learning_rate=nan must be positive"),
+    ],
+)
+def test_steps_are_checked_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_steps(*arguments)

@@ -1,0 +1,165 @@
+"""sFedBayes against pFedBayes, and what its threshold and its metrics count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.algorithms import pfedbayes, sfedbayes
+from fedvi.algorithms.pfedbayes import Server
+from fedvi.local import LocalTraining
+from fedvi.nn import build
+
+KEY = jax.random.key(3)
+THRESHOLD = 0.6
+
+
+def assert_close(a, b, rtol=1e-4, atol=1e-5):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b
+    )
+
+
+def flat(tree):
+    return np.concatenate([*map(np.ravel, jax.tree.leaves(tree))])
+
+
+def update(algorithm, server, data):
+    """A newcomer's output."""
+
+    @jax.jit
+    def run(server, data):
+        client = algorithm.init_client(KEY, server)
+        return algorithm.client_update(KEY, 1, server, client, data)
+
+    return run(server, data)
+
+
+@pytest.fixture(scope="module")
+def data(train):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), train)
+
+
+@pytest.fixture(scope="module")
+def linear(task):
+    return task._replace(
+        model=build("logistic", classes=3, input_shape=(6,)),
+        training=LocalTraining(
+            epochs=2, batch_size=8, learning_rate=0.02, optimizer="adam"
+        ),
+    )
+
+
+@pytest.mark.parametrize("sampling", ["weight", "local"])
+def test_with_every_weight_included_it_is_pfedbayes(linear, data, sampling):
+    """λ = 1 but for INCLUSION_FLOOR, and the same draws of the same key."""
+    options = {"zeta": 0.5, "sampling": sampling, "mc_samples": 2}
+    dense = pfedbayes(linear, **options)
+    sparse = sfedbayes(linear, inclusion=1 - 1e-9, **options)
+    server, sparse_server = jax.jit(lambda: (dense.init(KEY), sparse.init(KEY)))()
+    assert_close(sparse_server.posterior.slab, server.posterior)
+    expected = update(dense, server, data)
+    found = update(sparse, sparse_server, data)
+    assert_close(found.statistics.slab, expected.statistics)
+    personal = found.client.personal.posterior
+    assert_close(personal.slab, expected.client.personal.posterior)
+    assert_close(personal.logit, sparse_server.posterior.logit, rtol=0, atol=0)
+    moved = flat(personal.slab.mu) - flat(server.posterior.mu)
+    assert np.abs(moved).max() > 0.05
+    for name in ("loss", "kl"):
+        np.testing.assert_allclose(
+            found.metrics[name], expected.metrics[name], rtol=1e-3
+        )
+    assert found.metrics["inclusion"] > 0.9999 and found.metrics["kept"] == 1
+
+
+@pytest.fixture(scope="module")
+def server(linear):
+    """A broadcast whose inclusions lie on both sides of the threshold."""
+    posterior = jax.jit(sfedbayes(linear).init)(KEY).posterior
+    rng = np.random.default_rng(0)
+    logit = jax.tree.map(
+        lambda leaf: rng.normal(0.4, 1.5, leaf.shape).astype(np.float32),
+        posterior.logit,
+    )
+    return Server(posterior._replace(logit=logit))
+
+
+@pytest.fixture(scope="module")
+def everything(linear, server, data):
+    """Output of a client that sends all."""
+    return update(sfedbayes(linear, zeta=0.5), server, data)
+
+
+def test_inclusions_learn_and_are_reported(server, everything):
+    posterior = everything.client.personal.posterior
+    change = flat(posterior.logit) - flat(server.posterior.logit)
+    assert (np.abs(change) > 1e-3).mean() > 0.9
+    inclusion = 1 / (1 + np.exp(-flat(posterior.logit).astype(np.float64)))
+    metrics = everything.metrics
+    np.testing.assert_allclose(metrics["inclusion"], inclusion.mean(), rtol=1e-5)
+    # One draw of 21 gates, of which some are 0 and some 1.
+    count = metrics["kept"] * inclusion.size
+    assert abs(count - round(float(count))) < 1e-4
+    deviation = np.sqrt((inclusion * (1 - inclusion)).sum())
+    assert abs(count - inclusion.sum()) < 4 * deviation
+    assert 0 < metrics["kept"] < 1
+    assert "sent" not in metrics and "bytes_saved" not in metrics
+
+
+def test_weights_below_the_threshold_are_the_servers(linear, server, everything, data):
+    output = update(sfedbayes(linear, zeta=0.5, threshold=THRESHOLD), server, data)
+    assert_close(output.client, everything.client, rtol=0, atol=0)
+    upload = everything.statistics
+    sent = flat(upload.logit) >= np.log(THRESHOLD / (1 - THRESHOLD))
+    share = sent.mean()
+    assert 0.2 < share < 0.8
+    for found, own, old in (
+        (output.statistics.slab.mu, upload.slab.mu, server.posterior.slab.mu),
+        (output.statistics.slab.rho, upload.slab.rho, server.posterior.slab.rho),
+        (output.statistics.logit, upload.logit, server.posterior.logit),
+    ):
+        np.testing.assert_array_equal(flat(found), np.where(sent, flat(own), flat(old)))
+        assert (flat(own) != flat(old))[~sent].any()  # so the choice shows
+    np.testing.assert_allclose(output.metrics["sent"], share, rtol=1e-6)
+    # μ, ρ and the logit of every weight held back, but one bit for each of all.
+    saved = 4 * 3 * (~sent).sum() - sent.size / 8
+    np.testing.assert_allclose(output.metrics["bytes_saved"], saved, rtol=1e-5)
+
+
+def test_the_moments_of_what_was_not_sent_are_the_servers(linear, server, data):
+    """With nothing to send the server's distribution comes back."""
+    closed = server.posterior._replace(
+        logit=jax.tree.map(lambda leaf: np.full_like(leaf, -4), server.posterior.logit)
+    )
+    algorithm = sfedbayes(linear, zeta=0.5, average="moments", threshold=THRESHOLD)
+    output = update(algorithm, Server(closed), data)
+    assert output.metrics["sent"] == 0
+    mass = flat(output.statistics["mass"])
+    np.testing.assert_allclose(mass, 1 / (1 + np.exp(4)), rtol=1e-5)
+    np.testing.assert_array_equal(flat(output.statistics["first"]), 0)
+
+
+def test_a_prediction_draws_gates(linear, server, data):
+    algorithm = sfedbayes(linear, eps_scale=0.0, num_samples=6)
+    draws = jax.jit(algorithm.global_predictive)(KEY, server, data.x, None)
+    assert len(np.unique(draws[:, 0, 0])) > 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("inclusion", 0.0),
+        ("inclusion", 1.0),
+        ("inclusion", float("nan")),
+        ("temperature", 0.0),
+        ("threshold", -0.1),
+        ("threshold", 1.0),
+        ("rho", float("nan")),
+        ("zeta", -1.0),
+        ("num_samples", 10**12),
+    ],
+)
+def test_options_are_checked_by_name_at_construction(task, option, value):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        sfedbayes(task, **{option: value})

@@ -1,0 +1,99 @@
+"""Loading of out-of-distribution data; that of the clients is in test_build."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fedvi.experiment import build
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.loading import load_data
+
+CONFIG = ExperimentConfig(
+    algorithm="fedavg",
+    dataset="digits",
+    partition="iid",
+    clients=5,
+    model="logistic",
+    augment=False,
+    fraction=1.0,
+    ood_dataset="noise",
+)
+
+
+def change(**changes):
+    return dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.fixture
+def ood_file(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 10
+    np.savez(tmp_path / "noise.npz", train_x=x, train_y=y, test_x=x, test_y=y)
+    return str(tmp_path / "noise.npz")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4, 4), np.uint8, r"shape of an example: \(4, 4, 1\), not \(8, 8, 1\)"),
+        ((8, 8), np.float32, "type of an example: float32, not uint8"),
+    ],
+)
+def test_ood_data_that_do_not_fit_are_named(tmp_path, shape, dtype, message):
+    path = tmp_path / "other.npz"
+    x, y = np.full((50, *shape), 0.5).astype(dtype), np.arange(50) % 10
+    np.savez(path, train_x=x, train_y=y, test_x=x, test_y=y)
+    with pytest.raises(ValueError, match=f"'noise' differs.*'digits' in the {message}"):
+        load_data(change(ood_data_file=str(path)))
+
+
+def test_the_same_data_are_not_out_of_distribution(tmp_path, ood_file):
+    with pytest.raises(ValueError, match="'digits' has the same inputs as dataset="):
+        load_data(change(ood_dataset="digits"))
+    loaded = load_data(change(ood_data_file=ood_file))
+    assert loaded.ood.x.shape == (5, 12, 8, 8, 1) and loaded.ood.size.sum() == 60
+    assert load_data(change(ood_dataset=None)).ood is None
+
+
+def test_the_digest_follows_the_ood_data(ood_file):
+    plain = build.experiment(change(ood_dataset=None)).data_sha256
+    assert build.experiment(change(ood_data_file=ood_file)).data_sha256 != plain
+
+
+def test_ood_data_are_evaluated_on_the_same_split_and_never_clustered(ood_file):
+    config = change(
+        ood_data_file=ood_file, validation_fraction=0.5, cluster_transform="invert"
+    )
+    with np.load(ood_file) as file:
+        held = {image.tobytes() for image in file["train_x"]}
+    ood = load_data(config).ood
+    assert ood.size.sum() == 30
+    images = [ood.x[i, slot] for i in range(5) for slot in range(ood.size[i])]
+    assert {image.tobytes() for image in images} <= held
+
+
+def test_other_numbers_of_clients_are_named(tmp_path):
+    def groups(name, count):
+        x, y = np.ones((2 * count, 4, 4), np.uint8), np.zeros(2 * count, int)
+        group = np.arange(2 * count) // 2
+        split = dict(train_x=x, train_y=y, train_group=group)
+        np.savez(tmp_path / name, **split, test_x=x, test_y=y, test_group=group)
+        return str(tmp_path / name)
+
+    config = change(
+        dataset="mine",
+        data_file=groups("mine.npz", 3),
+        ood_data_file=groups("other.npz", 2),
+        clients=0,
+        partition="by_group",
+    )
+    with pytest.raises(ValueError, match="in the number of clients: 2, not 3"):
+        load_data(config)
+
+
+def test_training_clients_need_ood_data(ood_file):
+    loaded = load_data(change(ood_data_file=ood_file))
+    nothing = loaded.ood._replace(size=np.zeros_like(loaded.ood.size))
+    with pytest.raises(ValueError, match="no training client has test data of it"):
+        build.experiment(CONFIG, loaded=loaded._replace(ood=nothing))
