@@ -30,13 +30,18 @@ from fedvi.local import Batch
 flags.DEFINE_integer(
     "hidden", 100, "Hidden units of the 784-hidden-10 network.", lower_bound=1
 )
+flags.DEFINE_multi_enum(
+    "generator",
+    ["threefry2x32", "rbg", "unsafe_rbg"],
+    ["threefry2x32", "rbg", "unsafe_rbg"],
+    "JAX's generators to compare.",
+)
 flags.DEFINE_integer("batch_size", 50, "Examples a step.", lower_bound=1)
 flags.DEFINE_integer("steps", 20, "Draws or steps a call.", lower_bound=1)
 flags.DEFINE_integer("calls", 30, "Calls that are timed.", lower_bound=1)
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS
 
-GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 FORMATS = ("float32", "bfloat16")
 RHO = -2.5
 EXAMPLES = 500  # n of KL / n
@@ -157,7 +162,7 @@ def measure() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
         (table, row, generator): compile_loop(step, start, generator)
         for table, rows in tables.items()
         for row, (step, start) in rows.items()
-        for generator in GENERATORS
+        for generator in FLAGS.generator
     }
     times = {place: [] for place in loops}
     for call in range(1 + FLAGS.calls):  # the first one warms up
@@ -196,18 +201,18 @@ def markdown(report: dict) -> str:
         f"{work['jax']}, {work['backend']}. Microseconds, medians (min to max) of "
         f"{work['calls']} calls of {work['steps']} in a loop, all in turn.",
         "",
-        "draw: a standard normal for every weight of a 784-"
-        f"{work['hidden']}-10 network, added to it. step: gradient of NLL + KL / n by "
+        f"draw: a standard normal for every weight of a 784-{work['hidden']}-10 "
+        "network, added to it. step: gradient of NLL + KL / n by "
         f"means and scales, and SGD, batch {work['batch_size']}.",
         "",
-        f"| | {' | '.join(GENERATORS)} |",
-        "|---|" + "---|" * len(GENERATORS),
+        f"| | {' | '.join(FLAGS.generator)} |",
+        "|---|" + "---|" * len(FLAGS.generator),
     ]
     for table, rows in report["microseconds"].items():
         for row, values in rows.items():
-            cells = [_cell(values[generator]) for generator in GENERATORS]
+            cells = [_cell(values[generator]) for generator in FLAGS.generator]
             lines.append(f"| {table}: {row} | {' | '.join(cells)} |")
-    cells = ["yes" if report["depends_on_chunks"][g] else "no" for g in GENERATORS]
+    cells = ["yes" if report["depends_on_chunks"][g] else "no" for g in FLAGS.generator]
     lines.append(f"| numbers depend on the size of a vmap | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -231,7 +236,7 @@ def main(argv):
             "backend": jax.default_backend(),
         },
         "microseconds": microseconds,
-        "depends_on_chunks": {g: depends_on_chunks(g) for g in GENERATORS},
+        "depends_on_chunks": {g: depends_on_chunks(g) for g in FLAGS.generator},
     }
     write(report, markdown(report), FLAGS.out)
 

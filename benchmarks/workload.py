@@ -40,7 +40,7 @@ flags.DEFINE_integer("shards", 5, "Class shards of a client.", lower_bound=1)
 flags.DEFINE_integer(
     "client_examples",
     None,
-    "Training examples of a client. Default: all that there are.",
+    "Training examples of a client, on average. Default: all that there are.",
     lower_bound=1,
 )
 flags.DEFINE_integer("participants", 10, "Clients in a round.", lower_bound=1)

@@ -97,19 +97,8 @@ def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, An
       config: of `ExperimentConfig.to_dict`.
       data_sha256: of the clients' examples.
     """
-    left_out = ("data_file", "second_data_file", "ood_data_file", "data_dir")
-    defaults = ExperimentConfig().to_dict()
-    added = {
-        field.name: defaults[field.name]
-        for field in dataclasses.fields(ExperimentConfig)
-        if field.metadata.get("added")
-    }
-    settings = {
-        key: value
-        for key, value in config.items()
-        # A run from before a setting was added has none: it goes on with the default.
-        if key not in left_out and not (key in added and value == added[key])
-    }
+    paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
+    settings = {key: value for key, value in config.items() if key not in paths}
     return settings | {"data_sha256": data_sha256}
 
 

@@ -22,13 +22,9 @@ PARTITION_OPTIONS = (
 )
 
 
-def _setting(default, help: str, *, added: bool = False, **bounds) -> Any:
-    """A field with its help text and, of `at_least, above, at_most, below`, bounds.
-
-    `added`: after runs without it were written; they go on as if it had its default.
-    """
-    metadata = {"help": help, "added": added, **bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+def _setting(default, help: str, **bounds) -> Any:
+    """A field with its help text and, of `at_least, above, at_most, below`, bounds."""
+    return dataclasses.field(default=default, metadata={"help": help, **bounds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +97,17 @@ class ExperimentConfig:
         "invert: pixels x become 255 - x; rotate: images rotated by 180 degrees; "
         'relabel: label c becomes classes - 1 - c (cFedBayes\' "reversed" data are one '
         "of the three, it does not say which).",
-        added=True,
     )
     second_dataset: str | None = _setting(
         None,
         "Two clusters: the data set of the second half of the clients, partitioned "
         "like dataset, whose pixel mean and deviation serve both.",
-        added=True,
     )
-    second_data_file: str | None = _setting(
-        None, "The data_file of second_dataset.", added=True
-    )
+    second_data_file: str | None = _setting(None, "The data_file of second_dataset.")
     novel_clients: int = _setting(
         0,
         "Clients, chosen with partition_seed, that never take part in training "
         "(BPFed §VI-C: 1 of 10; FedABML Table 2: 80 of 100).",
-        added=True,
         at_least=0,
     )
     partition_seed: int = _setting(
@@ -160,10 +151,10 @@ class ExperimentConfig:
         0.9, "Heavy-ball momentum of SGD, afresh in every round.", at_least=0, below=1
     )
     optimizer: Literal["sgd", "adam"] = _setting(
-        "sgd", "Of the clients, in training and fine-tuning.", added=True
+        "sgd", "Of the clients, in training and fine-tuning."
     )
     local_steps: int | None = _setting(
-        None, "R, minibatches a round, in place of epochs.", added=True, at_least=1
+        None, "R, minibatches a round, in place of epochs.", at_least=1
     )
     finetune_epochs: int = _setting(
         5, "Epochs of personalisation, of body and head.", at_least=0
@@ -188,25 +179,20 @@ class ExperimentConfig:
         0,
         "F: evaluate after each of the last F rounds too, personalised models "
         "included, and report the mean (FedABML: 10).",
-        added=True,
         at_least=0,
     )
     finetune_curve: tuple[int, ...] = _setting(
         (),
         "After training, personalised accuracy after each of these numbers of "
         "fine-tuning epochs (FedABML Table 2: 0,1,2,3,4,5,8,10).",
-        added=True,
     )
     ood_dataset: str | None = _setting(
         None,
         "After training, the personalised models' uncertainty on this data set, "
         "partitioned like dataset, beside that on their own test data (FedABML Fig. 5: "
         "mnist against fashion_mnist).",
-        added=True,
     )
-    ood_data_file: str | None = _setting(
-        None, "The data_file of ood_dataset.", added=True
-    )
+    ood_data_file: str | None = _setting(None, "The data_file of ood_dataset.")
     seed: int = _setting(0, "Seed of the first run.", at_least=0)
     seeds: int = _setting(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 

@@ -27,19 +27,24 @@ def run(*arguments):
     )
 
 
-def test_times_rounds_and_reports_memory(tmp_path):
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The flags of a tiny data set and a tiny network."""
     rng = np.random.default_rng(0)
     y = np.arange(40) % 2
     x = (rng.integers(0, 100, (40, 2, 2, 1)) + 100 * y[:, None, None, None]).astype(
         np.uint8
     )
-    np.savez(tmp_path / "data.npz", train_x=x, train_y=y, test_x=x, test_y=y)
-    out = tmp_path / "results" / "tiny"
+    path = tmp_path_factory.mktemp("data") / "data.npz"
+    np.savez(path, train_x=x, train_y=y, test_x=x, test_y=y)
     sizes = ["--clients=4", "--shards=2", "--participants=2", "--hidden=8"]
+    return ["--dataset=tiny", f"--data_file={path}", *sizes]
+
+
+def test_times_rounds_and_reports_memory(tmp_path, tiny):
+    out = tmp_path / "results" / "tiny"
     process = run(
-        "--dataset=tiny",
-        f"--data_file={tmp_path / 'data.npz'}",
-        *sizes,
+        *tiny,
         "--rounds=30",
         "--warmup=2",
         f"--out={out}",
@@ -56,11 +61,32 @@ def test_times_rounds_and_reports_memory(tmp_path):
     assert out.with_suffix(".md").read_text() in process.stdout
 
 
+def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
+    out = tmp_path / "tiny"
+    process = run(
+        f"--flagfile={FOLDER / 'flagfiles' / 'pfedbayes_adam.flags'}",
+        *tiny,
+        "--client_examples=8",
+        "--batch_size=3",
+        "--rounds=1",
+        f"--out={out}",
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(out.with_suffix(".json").read_text())
+    work, fedvi = found["work"], found["systems"]["fedvi"]
+    assert (work["devices"], work["client_size"]) == (2, [8])
+    assert work["options"]["personal_steps"] == 5
+    assert 0 <= fedvi["personal_accuracy"] <= 1
+    assert fedvi["personal_nll"] > 0
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--torch_python=no/such/python"], "--torch_python=no/such/python"),
         (["--algorithm=fedprox", "--torch_python=x"], "--algorithm=fedprox"),
+        (["--optimizer=adam", "--torch_python=x"], "--optimizer=adam"),
+        (["--client_examples=601", "--synthetic"], "client_examples=601"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

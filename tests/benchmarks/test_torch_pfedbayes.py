@@ -130,7 +130,7 @@ GRADIENTS = """
 import json, math, sys
 import torch
 from torch.nn import functional as F
-from torch_pfedbayes import Learner, Trainer, cut, mlp
+from torch_mean_field import Learner, Trainer, cut, mlp
 
 sampling, seed = sys.argv[1], 3
 shapes = [(6,), (5, 6), (4,), (6, 4)]

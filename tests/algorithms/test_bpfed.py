@@ -1,0 +1,316 @@
+"""BPFed against FedPer and its Eq. 10 and 11, and who learns what."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.algorithm import Aggregate
+from fedvi.algorithms import bpfed
+from fedvi.algorithms.alternating import Learner
+from fedvi.algorithms.bpfed import personal_weights
+from fedvi.algorithms.common import classification_loss
+from fedvi.distributions import mean_field
+from fedvi.federation import Federation
+from fedvi.local import Batch, LocalTraining
+
+KEY = jax.random.key(3)
+RATE = 0.05
+# Full batches, so that no reference needs to know the order of the examples.
+PLAIN = LocalTraining(epochs=2, batch_size=20, learning_rate=RATE, momentum=0.0)
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-6):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b
+    )
+
+
+def perturbed(tree, seed, size=0.1):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (
+            np.asarray(leaf) + size * rng.normal(size=leaf.shape).astype(np.float32)
+        ),
+        tree,
+    )
+
+
+def one_client(train, client):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[client]), train)
+
+
+@pytest.fixture(scope="module")
+def plain(task):
+    return task._replace(training=PLAIN, finetuning=PLAIN)
+
+
+@pytest.fixture(scope="module")
+def fedper_step(task):
+    """One full-batch step of all layers."""
+
+    def step(params, data):
+        batch = Batch(data.x, data.y, jnp.arange(data.y.shape[0]) < data.size)
+        gradients = jax.grad(lambda p: classification_loss(task.model, p, batch))(
+            params
+        )
+        return jax.tree.map(lambda p, g: p - RATE * g, params, gradients)
+
+    return jax.jit(step)
+
+
+def test_without_noise_it_is_fedper(plain, train, test, fedper_step):
+    """Over rounds, the prior following q: one step of Eq. 11 that ends at q's means.
+
+    That is rate · ζ/nσ² = 1, clients of one size; q starts every step where π is, so
+    that the KL has no gradient. Where σ is large its own learning is beside the point.
+    """
+    size, sigma = 8, 100.0
+    equal = train._replace(size=np.where(train.size >= size, size, 0).astype(np.int32))
+    algorithm = bpfed(
+        plain,
+        zeta=size * sigma**2 / RATE,
+        rho=sigma,
+        personal_steps=1,
+        start="prior",
+        upload="personal",
+        sampling="weight",
+        eps_scale=0.0,
+    )
+    federation = Federation(algorithm, equal, test)
+    state = federation.init(KEY)
+    body = jax.tree.map(np.array, state.server.posterior.mu["body"])
+    common = jax.tree.map(np.array, state.server.newcomer.mu["head"])
+    heads = {i: common for i in np.flatnonzero(equal.size)}
+    for _ in range(3):
+        uploads = []
+        for i in heads:
+            params = {"body": body, "head": heads[i]}
+            for _ in range(PLAIN.epochs):
+                params = fedper_step(params, one_client(equal, i))
+            uploads.append(params["body"])
+            heads[i] = params["head"]
+        body = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *uploads)
+    state, _ = federation.rounds(state, 3)
+    assert_close(state.server.posterior.mu["body"], body, rtol=1e-3, atol=1e-5)
+    for i, head in heads.items():
+        own = jax.tree.map(lambda leaf: leaf[i], state.clients)
+        assert_close(own.personal.posterior.mu["head"], head, rtol=1e-3, atol=1e-5)
+        assert_close(own.prior.mu["head"], head, rtol=1e-3, atol=1e-5)
+        change = head["classifier"]["kernel"] - common["classifier"]["kernel"]
+        assert np.abs(change).max() > 0.01  # a hundred times what is compared
+
+
+@pytest.fixture(scope="module")
+def someone(plain):
+    """(server state, client that took part and is away from its prior)."""
+    algorithm = bpfed(plain)
+    server = jax.jit(algorithm.init)(KEY)
+    client = perturbed(jax.jit(algorithm.init_client)(KEY, server), 5)
+    return server, client._replace(updates=jnp.int32(3))
+
+
+def joined(server, client):
+    """π of all weights, with the head as the personalised part."""
+
+    def both(shared, own):
+        return {"body": shared["body"], "head": own["head"]}
+
+    return mean_field.MeanField(
+        both(server.posterior.mu, client.prior.mu),
+        both(server.posterior.rho, client.prior.rho),
+    )
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_one_minibatch_is_equations_10_and_11(plain, someone, train, direction):
+    """And the public code's reverse of their KL; q starts where it stopped."""
+    zeta, size = 0.3, 13
+    server, client = someone
+    algorithm = bpfed(
+        plain._replace(training=PLAIN._replace(epochs=1)),
+        zeta=zeta,
+        kl_direction=direction,
+        personal_steps=1,
+        start="personal",
+        sampling="weight",
+        eps_scale=0.0,
+    )
+    data = one_client(train, 1)
+    output = jax.jit(algorithm.client_update)(KEY, 0, server, client, data)
+    batch = Batch(data.x, data.y, jnp.arange(20) < size)
+    prior = joined(server, client)
+
+    def kl(q, prior):
+        pair = (q, prior) if direction == "forward" else (prior, q)
+        return zeta / size * mean_field.kl(*pair)
+
+    @jax.jit
+    def expected(q, prior):
+        loss = jax.grad(
+            lambda q: classification_loss(plain.model, q.mu, batch) + kl(q, prior)
+        )(q)
+        q = jax.tree.map(lambda p, g: p - RATE * g, q, loss)
+        pull = jax.grad(kl, argnums=1)(q, prior)
+        return q, jax.tree.map(lambda p, g: p - RATE * g, prior, pull)
+
+    q, prior = expected(client.personal.posterior, prior)
+    assert_close(output.client.personal.posterior, q)
+    # The shared half of π is sent, the other is the client's next prior.
+    for sent, kept, whole in (
+        (output.statistics.mu, output.client.prior.mu, prior.mu),
+        (output.statistics.rho, output.client.prior.rho, prior.rho),
+    ):
+        assert_close(sent["body"], whole["body"])
+        assert_close(kept["head"], whole["head"])
+        # Nothing of the personalised part is sent, nothing shared is kept twice.
+        assert not jax.tree.leaves(sent["head"]) and not jax.tree.leaves(kept["body"])
+    assert len(jax.tree.leaves(output.statistics)) == 4  # μ and ρ, kernel and bias
+
+
+def test_where_q_starts(plain, someone, train):
+    """Without data nobody moves: what comes back is where they started."""
+    server, client = someone
+    nothing = one_client(train, 4)
+    prior = joined(server, client)
+    for start, own in (("personal", client.personal.posterior), ("prior", prior)):
+        algorithm = bpfed(plain, start=start, upload="personal", sampling="weight")
+        update = jax.jit(algorithm.client_update)
+        output = update(KEY, 0, server, client, nothing)
+        assert_equal(output.client.personal.posterior, own)
+        assert_equal(output.client.prior, client.prior)
+        assert_equal(output.statistics.mu["body"], own.mu["body"])
+        newcomer = client._replace(updates=jnp.int32(0))
+        output = update(KEY, 0, server, newcomer, nothing)
+        assert_equal(output.client.personal.posterior, prior)
+
+
+def test_a_newcomer_learns_personalised_factors_only(plain, someone, train):
+    server, client = someone
+    algorithm = bpfed(
+        plain, zeta=0.3, personal_steps=1, sampling="weight", eps_scale=0.0
+    )
+    data, size = one_client(train, 1), 13
+    personalise = jax.jit(algorithm.personalise)
+    assert_equal(personalise(KEY, server, client, data), client.personal.posterior)
+    newcomer = client._replace(updates=jnp.int32(0))
+    adapted = personalise(KEY, server, newcomer, data)
+    assert_equal(adapted.mu["body"], server.posterior.mu["body"])
+    assert_equal(adapted.rho["body"], server.posterior.rho["body"])
+    batch = Batch(data.x, data.y, jnp.arange(20) < size)
+
+    def objective(head):
+        params = {"body": server.posterior.mu["body"], "head": head.mu["head"]}
+        loss = classification_loss(plain.model, params, batch)
+        return loss + 0.3 / size * mean_field.kl(head, client.prior)
+
+    @jax.jit
+    def step(head):
+        return jax.tree.map(lambda p, g: p - RATE * g, head, jax.grad(objective)(head))
+
+    head = client.prior
+    for _ in range(PLAIN.epochs):
+        head = step(head)
+    assert_close(adapted.mu["head"], head.mu["head"])
+    assert_close(adapted.rho["head"], head.rho["head"])
+    change = head.mu["head"]["classifier"]["kernel"] - _kernel(client.prior)
+    assert np.abs(change).max() > 0.01
+
+
+def _kernel(posterior):
+    return posterior.mu["head"]["classifier"]["kernel"]
+
+
+def test_the_server_averages_the_shared_factors(plain, someone):
+    server, _ = someone
+    a, b = (perturbed(server.posterior, seed) for seed in (0, 1))
+    count = jnp.float32(2)
+    total = jax.tree.map(np.add, a, b)
+    new = bpfed(plain).server_update(KEY, 0, server, Aggregate(total, count, count, 6))
+    assert_close(new.posterior, jax.tree.map(lambda t: t / 2, total))
+    assert_equal(new.newcomer, server.newcomer)
+
+    @jax.jit
+    def moments():
+        algorithm = bpfed(plain, average="moments")
+        statistics = [_moments(q, server.posterior) for q in (a, b)]
+        total = jax.tree.map(jnp.add, *statistics)
+        aggregate = Aggregate(total, count, count, 6)
+        new = algorithm.server_update(KEY, 0, server, aggregate)
+
+        def objective(w):
+            return mean_field.kl(a, w) + mean_field.kl(b, w)
+
+        return [
+            jnp.concatenate(
+                [g.ravel() for g in jax.tree.leaves(jax.grad(objective)(w))]
+            )
+            for w in (new.posterior, server.posterior)
+        ]
+
+    at_new, at_old = moments()
+    assert np.abs(at_new).max() < 1e-4 * np.abs(at_old).max()
+
+
+def _moments(q, near):
+    """Mean-field statistics without the mass, which is 1."""
+    shift = jax.tree.map(jnp.subtract, q.mu, near.mu)
+    second = jax.tree.map(lambda d, s: d**2 + s**2, shift, mean_field.scale(q))
+    return {"first": shift, "second": second}
+
+
+def test_any_split_of_the_weights(task, train):
+    split = personal_weights(task.model, "head")
+    assert jax.tree.leaves(split["head"]) == [True, True]
+    assert jax.tree.leaves(split["body"]) == [False, False]
+    split = personal_weights(task.model, "bias$")
+    assert split["head"]["classifier"] == {"bias": True, "kernel": False}
+    assert split["body"]["Dense_0"] == {"bias": True, "kernel": False}
+    # LG-FedAvg's opposite split: the body is personal.
+    algorithm = bpfed(task, personal_part="^body")
+    data = one_client(train, 1)
+
+    def output(key):
+        server = algorithm.init(key)
+        client = algorithm.init_client(key, server)
+        return algorithm.client_update(key, 0, server, client, data)
+
+    shapes = jax.eval_shape(output, KEY)
+    sent = [leaf.shape for leaf in jax.tree.leaves(shapes.statistics)]
+    assert sorted(sent) == [(3,), (3,), (5, 3), (5, 3)]
+    kept = [leaf.shape for leaf in jax.tree.leaves(shapes.client.prior)]
+    assert sorted(kept) == [(5,), (5,), (6, 5), (6, 5)]
+    assert isinstance(shapes.client.personal, Learner)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        (
+            "personal_part",
+            "tail",
+            "leaves no personalised weight of mlp: it has .*head",
+        ),
+        ("personal_part", "", "leaves no shared weight"),
+        ("personal_part", "(", "is no regular expression"),
+        ("zeta", -1.0, "at least 0"),
+        ("kl_direction", "both", "forward"),
+        ("rho", float("nan"), "finite"),
+        ("init_std", 0.0, "positive"),
+        ("personal_steps", 0, "at least 1"),
+        ("start", "global", "prior"),
+        ("upload", "all", "localised"),
+        ("average", "rho", "moments"),
+        ("eps_scale", -1.0, "at least 0"),
+        ("mc_samples", 10**12, "memory: .* do"),
+    ],
+)
+def test_options_are_checked_by_name_at_construction(task, option, value, message):
+    with pytest.raises(ValueError) as error:
+        bpfed(task, **{option: value})
+    assert f"{option}={value!r}" in str(error.value)
+    error.match(message)
