@@ -11,6 +11,8 @@ defaults are FedHB's Fashion-MNIST (appendix H) without its learning-rate decay;
 
     python benchmarks/round_time.py --flagfile=benchmarks/flagfiles/pfedbayes_sgd.flags
     python benchmarks/round_time.py --flagfile=benchmarks/flagfiles/pfedbayes_adam.flags
+
+--torch_gradients=hand,autograd takes turns with both of its peers.
 """
 
 import os
@@ -39,6 +41,16 @@ flags.DEFINE_list(
     "torch_threads",
     ["1", "2"],
     "PyTorch's thread counts to try. On a busy machine more than 1 may never end.",
+)
+flags.DEFINE_list(
+    "torch_gradients",
+    ["hand"],
+    "Of pfedbayes: how PyTorch's gradients are made: hand, autograd or both.",
+)
+flags.register_validator(
+    "torch_gradients",
+    lambda names: names and set(names) <= {"hand", "autograd"},
+    "must be hand, autograd or hand,autograd",
 )
 flags.DEFINE_list(
     "torch_clients",
@@ -85,14 +97,22 @@ def device_flags() -> dict[str, str]:
 
 def peer_set_ups() -> list[tuple[str, int, dict]]:
     """PyTorch's `(name, threads, further arguments)` to try."""
+    by_threads = [
+        (f"{threads} thread{'s' if threads > 1 else ''}", threads)
+        for threads in map(int, FLAGS.torch_threads)
+    ]
+    if FLAGS.algorithm == "fedavg":
+        return [(f"PyTorch, {name}", threads, {}) for name, threads in by_threads]
     set_ups = []
-    several = FLAGS.algorithm == "pfedbayes"
-    for threads in map(int, FLAGS.torch_threads):
-        name = f"PyTorch, {threads} thread{'s' if threads > 1 else ''}"
-        set_ups.append((name, threads, {"clients_at_once": 1} if several else {}))
-    for clients in map(int, FLAGS.torch_clients if several else []):
-        name = f"PyTorch, {clients} clients at once"
-        set_ups.append((name, 1, {"clients_at_once": clients}))
+    for gradients in FLAGS.torch_gradients:
+        system, further = f"PyTorch by {gradients}", {"gradients": gradients}
+        for name, threads in by_threads:
+            set_ups.append(
+                (f"{system}, {name}", threads, {**further, "clients_at_once": 1})
+            )
+        for clients in map(int, FLAGS.torch_clients):
+            name = f"{system}, {clients} clients at once"
+            set_ups.append((name, 1, {**further, "clients_at_once": clients}))
     return set_ups
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedvi import checks, client_evaluation, contract
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
@@ -131,13 +131,17 @@ class Federation:
                 "selection may pick"
             )
         contract.check(algorithm, train, test, self.population)
-        self.train = jax.tree.map(jnp.asarray, train)
-        self.test = jax.tree.map(jnp.asarray, test)
+        # The state stays where it is first put: else the second call compiles again.
+        place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self.train, self.test = jax.device_put((train, test), place)
         self.eval_batch_size = eval_batch_size
         self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
-        self._jit_init = jax.jit(self.pure_init)
+        self._jit_init = jax.jit(self.pure_init, out_shardings=place)
         self._jit_rounds = jax.jit(
-            self.pure_rounds, static_argnames="n", donate_argnames="state"
+            self.pure_rounds,
+            static_argnames="n",
+            donate_argnames="state",
+            out_shardings=place,
         )
         self._jit_evaluate = jax.jit(self.pure_evaluate)
         self._jit_evaluate_personal = jax.jit(self.pure_evaluate_personal)

@@ -11,6 +11,7 @@ from flax import linen
 from fedvi import nn
 from fedvi.algorithm import Algorithm, ClientOutput
 from fedvi.algorithms import fedavg
+from fedvi.cohort import clients_mesh
 from fedvi.federation import Federation
 from fedvi.selection import Selection, uniform
 
@@ -362,3 +363,21 @@ def test_the_population_is_who_may_take_part(train, test, reduce):
     )
     with pytest.raises(ValueError, match="or every one that selection may pick"):
         Federation(algorithm, train, test, selection=uniform(7, 1, candidates=[4]))
+
+
+def test_a_second_round_over_devices_compiles_nothing(train, test):
+    federation = Federation(mean_of_data(), train, test, mesh=clients_mesh(2))
+    state, _ = federation.round(federation.init(jax.random.key(0)))
+    compiled = []
+
+    def note(event, seconds, **_):
+        compiled.append(event) if event.endswith("backend_compile_duration") else None
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        state, _ = federation.rounds(state, 1)
+        assert not compiled
+        jax.jit(lambda x: x + 1.5)(jnp.zeros(3))
+        assert compiled  # the event is still called so
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

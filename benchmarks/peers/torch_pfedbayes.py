@@ -1,8 +1,8 @@
 """pFedBayes as a PyTorch loop: the peer of `round_time.py`.
 
-See `torch_mean_field.py` for what a client does. The optimisers are PyTorch's fused
-ones. `clients_at_once` trains so many, each in a Python thread: PyTorch releases the
-interpreter lock inside its operations.
+See `torch_mean_field.py` for what a client does; `gradients` tells how. The optimisers
+are PyTorch's fused ones. `clients_at_once` trains so many, each in a Python thread:
+PyTorch releases the interpreter lock inside its operations.
 """
 
 import platform
@@ -11,9 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch_by_autograd import AutogradTrainer
+from torch_by_hand import HandTrainer
 from torch_loop import standardise
-from torch_mean_field import Learner, Trainer, cut, mlp
+from torch_mean_field import Learner, cut, mlp
 from worker import serve, timed
+
+TRAINERS = {"hand": HandTrainer, "autograd": AutogradTrainer}
 
 
 class TorchPFedBayes:
@@ -29,6 +33,7 @@ class TorchPFedBayes:
         momentum,
         optimizer,
         threads,
+        gradients,
         clients_at_once,
         seed,
         **options,
@@ -57,7 +62,8 @@ class TorchPFedBayes:
             flat = [torch.from_numpy(leaf).flatten() for leaf in files.values()]
         self._server = torch.cat(flat)
         self._trainers = [
-            Trainer(self._shapes, options, seed + i) for i in range(clients_at_once)
+            TRAINERS[gradients](self._shapes, options, seed + i)
+            for i in range(clients_at_once)
         ]
         self._pool = ThreadPoolExecutor(clients_at_once)
         if optimizer == "adam":

@@ -246,8 +246,15 @@ def _scale(rho, link):
 
 @jax.custom_jvp
 def _softplus(x):
-    """log(1 + exp x); a mean-field step is a tenth faster on CPU than with JAX's."""
-    return jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+    """log(1 + exp x), relative error 2e-7.
+
+    JAX's own takes a third of a mean-field step on CPU, most of it in log1p. With
+    u = exp(-|x|) and t = u/(2 + u) <= 1/3, log1p(u) = 2 artanh(t), a short series.
+    """
+    u = jnp.exp(-jnp.abs(x))
+    t = u / (2 + u)
+    series = jnp.polyval(jnp.array([1 / k for k in range(15, 0, -2)]), t * t)
+    return jnp.maximum(x, 0) + 2 * t * series
 
 
 @_softplus.defjvp

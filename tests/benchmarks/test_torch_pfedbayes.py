@@ -1,9 +1,7 @@
 """The PyTorch peer of pFedBayes does what fedvi does."""
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,7 +29,7 @@ def python():
     pytest.skip("needs PyTorch: install it, or set TORCH_PYTHON to its interpreter")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def peer(python):
     spec = importlib.util.spec_from_file_location("worker", BENCHMARKS / "worker.py")
     module = importlib.util.module_from_spec(spec)
@@ -69,10 +67,12 @@ def write_files(folder, data, posterior):
 
 
 @pytest.mark.parametrize(
-    "sampling, optimizer, clients_at_once",
-    [("weight", "adam", 1), ("local", "sgd", 2)],
+    "gradients, sampling, optimizer, clients_at_once",
+    [("hand", "weight", "adam", 1), ("autograd", "local", "sgd", 2)],
 )
-def test_follows_fedvi(tmp_path, data, peer, sampling, optimizer, clients_at_once):
+def test_follows_fedvi(
+    tmp_path, data, peer, gradients, sampling, optimizer, clients_at_once
+):
     # Without noise, and with one batch a client, nothing is random.
     options = {
         "zeta": 3.0,
@@ -102,6 +102,7 @@ def test_follows_fedvi(tmp_path, data, peer, sampling, optimizer, clients_at_onc
         **training,
         **options,
         optimizer=optimizer,
+        gradients=gradients,
         clients_at_once=clients_at_once,
     )
     # Clients sit out, and go on with what they and their optimisers kept.
@@ -125,63 +126,26 @@ def test_follows_fedvi(tmp_path, data, peer, sampling, optimizer, clients_at_onc
     assert [found["test_nll"], found["personal_nll"]] == pytest.approx(nlls, rel=rel)
 
 
-# Run by the interpreter that has PyTorch.
-GRADIENTS = """
-import json, math, sys
-import torch
-from torch.nn import functional as F
-from torch_mean_field import Learner, Trainer, cut, mlp
-
-sampling, seed = sys.argv[1], 3
-shapes = [(6,), (5, 6), (4,), (6, 4)]
-weights = sum(map(math.prod, shapes))
-torch.manual_seed(0)
-x, y = torch.randn(7, 5), torch.arange(7) % 4
-sgd = lambda p: torch.optim.SGD(p, 1.0)
-q = Learner(torch.cat([torch.randn(weights), torch.rand(weights) - 2]), sgd)
-w = Learner(torch.cat([torch.randn(weights), torch.rand(weights) - 2]), sgd)
-starts = [learner.value.clone().requires_grad_() for learner in (q, w)]
-options = dict(
-    batch_size=7, epochs=1, zeta=2.0, personal_steps=1, global_steps=0,
-    sampling=sampling, eps_scale=0.7,
-)
-Trainer(shapes, options, seed).train(q, w, x, y)
-
-(mu, rho), (mu_w, rho_w) = (start.chunk(2) for start in starts)
-sigma = F.softplus(rho)
-generator = torch.Generator().manual_seed(seed)
-order = torch.randperm(7, generator=generator)
-x, y = x[order], y[order]
-if sampling == "weight":
-    noise = 0.7 * torch.empty(weights).normal_(generator=generator)
-    logits = mlp(x, cut(mu + sigma * noise, shapes))
-else:
-    noise = 0.7 * torch.empty(7, 10).normal_(generator=generator)
-    means, variances = cut(mu, shapes), cut(sigma**2, shapes)
-    for layer, part in enumerate(noise.split([6, 4], 1)):
-        bias, kernel = means[2 * layer : 2 * layer + 2]
-        bias_2, kernel_2 = variances[2 * layer : 2 * layer + 2]
-        logits = x @ kernel + bias + (x**2 @ kernel_2 + bias_2).sqrt() * part
-        x = logits.relu()
-kl = torch.distributions.kl_divergence(
-    torch.distributions.Normal(mu, sigma),
-    torch.distributions.Normal(mu_w, F.softplus(rho_w)),
-).sum()
-(F.cross_entropy(logits, y) + 2.0 / 7 * kl).backward()
-step = starts[0].detach() - q.value
-print(json.dumps([step.tolist(), starts[0].grad.tolist()]))
-"""
-
-
-@pytest.mark.parametrize("sampling", ["weight", "local"])
-def test_written_out_gradients_are_autograds(python, sampling):
-    paths = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
-    process = subprocess.run(
-        [python, "-c", GRADIENTS, sampling],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    step, gradient = json.loads(process.stdout)
-    np.testing.assert_allclose(step, gradient, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("sampling, optimizer", [("weight", "sgd"), ("local", "adam")])
+def test_written_out_gradients_are_autograds(tmp_path, data, peer, sampling, optimizer):
+    rng = np.random.default_rng(1)
+    shapes = [(HIDDEN,), (FEATURES, HIDDEN), (CLASSES,), (HIDDEN, CLASSES)]
+    posterior = [
+        (loc + 0.5 * rng.normal(size=shape)).astype(np.float32)
+        for loc in (0, -1)
+        for shape in shapes
+    ]
+    arguments = {
+        **write_files(tmp_path, data, posterior),
+        **{"batch_size": 5, "epochs": 2, "learning_rate": 0.03, "momentum": 0.5},
+        **{"zeta": 0.5, "personal_steps": 2, "global_steps": 2, "eps_scale": 0.7},
+        **{"sampling": sampling, "optimizer": optimizer, "clients_at_once": 1},
+    }
+    found = []
+    # Both draw the same numbers, so that even their noise is the same.
+    for gradients in ("hand", "autograd"):
+        peer("load", **arguments, gradients=gradients)
+        losses = [peer("round", cohort=c)["loss"] for c in ([0, 1], [1, 2], [0, 1])]
+        found.append([*losses, *peer("finish").values()])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(set(found[0])) == len(found[0])
