@@ -6,7 +6,6 @@ gradients are made is left to `torch_by_hand.py` and `torch_by_autograd.py`, whi
 the same numbers.
 """
 
-import abc
 import math
 
 import torch
@@ -23,8 +22,13 @@ class Learner:
         self.optimizer = make_optimizer([self.mu, self.rho])
 
 
-class Trainer(abc.ABC):
-    """Trains one client after another."""
+class Trainer:
+    """Trains one client after another.
+
+    A subclass has `_train_personal(personal, localised, x, y)`, a minibatch's steps of
+    q on NLL + ζ/n KL(q ‖ w), which returns the NLL before the last one, and
+    `_train_localised(personal, localised)`, its steps of w on ζ/n KL(q ‖ w).
+    """
 
     def __init__(self, shapes, options, seed):
         self._shapes, self._options = shapes, options
@@ -43,14 +47,6 @@ class Trainer(abc.ABC):
 
     def _start(self, personal, localised):
         """Prepares for a client."""
-
-    @abc.abstractmethod
-    def _train_personal(self, personal, localised, x, y):
-        """Steps of q on NLL + ζ/n KL(q ‖ w); the NLL before the last one."""
-
-    @abc.abstractmethod
-    def _train_localised(self, personal, localised):
-        """Steps of w on ζ/n KL(q ‖ w)."""
 
     def _minibatches(self, x, y):
         size, batches = self._options["batch_size"], []

@@ -15,8 +15,9 @@ from fedvi import algorithms, data, nn, selection
 from fedvi.algorithm import Algorithm, Task
 from fedvi.cohort import clients_mesh
 from fedvi.data import ClientData, FederatedData
-from fedvi.experiment.config import ExperimentConfig, participants
+from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.loading import LoadedData, load_data
+from fedvi.experiment.validation import participants
 from fedvi.federation import Federation
 from fedvi.local import LocalTraining
 

@@ -18,7 +18,8 @@ from absl import flags
 
 from fedvi.algorithms import ALGORITHMS, options_of
 from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.run_options import RunOptions
 from fedvi.nn import MODELS
 
 __all__ = ["define", "parse", "read"]

@@ -13,9 +13,10 @@ from fedvi.algorithm import Algorithm
 from fedvi.data import class_histogram
 from fedvi.experiment import build, ending, plan, recorder, schedule, tensorboard
 from fedvi.experiment.build import Experiment, LoadedData
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.programs import Programs, state_shapes
 from fedvi.experiment.recorder import make_folder, prepare, table
+from fedvi.experiment.run_options import RunOptions
 from fedvi.experiment.session import Session, restore
 from fedvi.experiment.summary import table_rows, table_title
 from fedvi.federation import State

@@ -10,7 +10,8 @@ import absl.logging
 import jax
 
 from fedvi.experiment import flags
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.run_options import RunOptions
 
 __all__ = ["start"]
 

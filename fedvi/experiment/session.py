@@ -10,13 +10,13 @@ import numpy as np
 from fedvi.evaluation import Scores
 from fedvi.experiment import checkpoint, drawing, recorder, schedule, tensorboard
 from fedvi.experiment.build import Experiment, identity
-from fedvi.experiment.config import RunOptions
 from fedvi.experiment.ending import Ending
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.programs import Programs
 from fedvi.experiment.progress import RunProgress
 from fedvi.experiment.recorder import Recorder
 from fedvi.experiment.rows import evaluation_rows
+from fedvi.experiment.run_options import RunOptions
 from fedvi.experiment.summary import summary
 from fedvi.federation import State
 

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fedvi.experiment.config import RunOptions
+from fedvi.experiment.run_options import RunOptions
 
 __all__ = ["check", "writer"]
 

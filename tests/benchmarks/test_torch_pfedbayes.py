@@ -126,8 +126,8 @@ def test_follows_fedvi(
     assert [found["test_nll"], found["personal_nll"]] == pytest.approx(nlls, rel=rel)
 
 
-@pytest.mark.parametrize("sampling, optimizer", [("weight", "sgd"), ("local", "adam")])
-def test_written_out_gradients_are_autograds(tmp_path, data, peer, sampling, optimizer):
+@pytest.mark.parametrize("sampling", ["weight", "local"])
+def test_written_out_gradients_are_autograds(tmp_path, data, peer, sampling):
     rng = np.random.default_rng(1)
     shapes = [(HIDDEN,), (FEATURES, HIDDEN), (CLASSES,), (HIDDEN, CLASSES)]
     posterior = [
@@ -139,7 +139,7 @@ def test_written_out_gradients_are_autograds(tmp_path, data, peer, sampling, opt
         **write_files(tmp_path, data, posterior),
         **{"batch_size": 5, "epochs": 2, "learning_rate": 0.03, "momentum": 0.5},
         **{"zeta": 0.5, "personal_steps": 2, "global_steps": 2, "eps_scale": 0.7},
-        **{"sampling": sampling, "optimizer": optimizer, "clients_at_once": 1},
+        **{"sampling": sampling, "optimizer": "sgd", "clients_at_once": 1},
     }
     found = []
     # Both draw the same numbers, so that even their noise is the same.

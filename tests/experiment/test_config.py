@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from fedvi.experiment.checkpoint import fingerprint
-from fedvi.experiment.config import ExperimentConfig, RunOptions, participants
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.run_options import RunOptions
+from fedvi.experiment.validation import participants
 
 
 def test_the_defaults_are_valid_and_survive_json():

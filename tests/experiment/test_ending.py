@@ -12,7 +12,8 @@ from sklearn.metrics import roc_auc_score
 
 from fedvi.algorithms import fedavg
 from fedvi.experiment import build, checkpoint, recorder, runner
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.run_options import RunOptions
 from fedvi.federation import Federation, State
 
 CONFIG = ExperimentConfig(

@@ -7,7 +7,8 @@ from absl import flags as absl_flags
 
 from fedvi import Algorithm, ClientOutput, algorithms
 from fedvi.experiment import flags, runner
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.run_options import RunOptions
 from fedvi.local import cross_entropy, minimise
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from fedvi import algorithms, data
 from fedvi.experiment import build, checkpoint, recorder, runner
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.run_options import RunOptions
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",

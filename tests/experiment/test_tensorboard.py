@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 
 from fedvi.experiment import tensorboard
-from fedvi.experiment.config import RunOptions
+from fedvi.experiment.run_options import RunOptions
 
 ROW = {"round": 2, "seed": 5, "split": "test", "loss": 0.5, "personal_nll": None}
 
