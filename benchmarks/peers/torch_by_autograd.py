@@ -8,22 +8,25 @@ __all__ = ["AutogradTrainer"]
 
 
 class AutogradTrainer(Trainer):
-    """Leaves every gradient to autograd."""
+    """Leaves every gradient to autograd; computes a σ anew only after a step of it."""
+
+    def _start(self, personal, localised):
+        self._sigma_q = F.softplus(personal.rho)
+        self._sigma_w = F.softplus(localised.rho)
 
     def _train_personal(self, personal, localised, x, y):
-        mu_w, sigma_w = fixed(localised)
+        mu_w, sigma_w = localised.mu.detach(), self._sigma_w.detach()
         for _ in range(self._options["personal_steps"]):
-            sigma = F.softplus(personal.rho)
-            nll = F.cross_entropy(self._logits(x, personal.mu, sigma), y)
-            kl = divergence(personal.mu, sigma, mu_w, sigma_w)
-            descend(personal.optimizer, nll + self._kl_weight * kl)
+            nll = F.cross_entropy(self._logits(x, personal.mu, self._sigma_q), y)
+            kl = divergence(personal.mu, self._sigma_q, mu_w, sigma_w)
+            self._sigma_q = descend(personal, nll + self._kl_weight * kl)
         return nll.detach()
 
     def _train_localised(self, personal, localised):
-        mu_q, sigma_q = fixed(personal)
+        mu_q, sigma_q = personal.mu.detach(), self._sigma_q.detach()
         for _ in range(self._options["global_steps"]):
-            kl = divergence(mu_q, sigma_q, localised.mu, F.softplus(localised.rho))
-            descend(localised.optimizer, self._kl_weight * kl)
+            kl = divergence(mu_q, sigma_q, localised.mu, self._sigma_w)
+            self._sigma_w = descend(localised, self._kl_weight * kl)
 
     def _logits(self, x, mu, sigma):
         if self._options["sampling"] == "weight":
@@ -33,11 +36,6 @@ class AutogradTrainer(Trainer):
         return mlp_of_activations(x, means, variances, self._draw_activations(len(x)))
 
 
-def fixed(learner):
-    """(mu, σ) of a posterior that is not trained now."""
-    return learner.mu.detach(), F.softplus(learner.rho.detach())
-
-
 def divergence(mu_q, sigma_q, mu_w, sigma_w):
     """KL(q ‖ w) of two normal distributions with independent weights."""
     ratio, shift = sigma_q / sigma_w, (mu_q - mu_w) / sigma_w
@@ -45,8 +43,9 @@ def divergence(mu_q, sigma_q, mu_w, sigma_w):
     return squares / 2 - ratio.log().sum()
 
 
-def descend(optimizer, loss):
-    """One step down the gradient of `loss`."""
-    optimizer.zero_grad(set_to_none=True)
+def descend(learner, loss):
+    """One step down the gradient of `loss`, and the new σ."""
+    learner.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    optimizer.step()
+    learner.optimizer.step()
+    return F.softplus(learner.rho)

@@ -25,8 +25,9 @@ class Learner:
 class Trainer:
     """Trains one client after another.
 
-    A subclass has `_train_personal(personal, localised, x, y)`, a minibatch's steps of
-    q on NLL + ζ/n KL(q ‖ w), which returns the NLL before the last one, and
+    A subclass has `_start(personal, localised)`, called once a client,
+    `_train_personal(personal, localised, x, y)`, a minibatch's steps of q on
+    NLL + ζ/n KL(q ‖ w), which returns the NLL before the last one, and
     `_train_localised(personal, localised)`, its steps of w on ζ/n KL(q ‖ w).
     """
 
@@ -44,9 +45,6 @@ class Trainer:
             total += self._train_personal(personal, localised, *batch)
             self._train_localised(personal, localised)
         return (total / len(batches)).item()
-
-    def _start(self, personal, localised):
-        """Prepares for a client."""
 
     def _minibatches(self, x, y):
         size, batches = self._options["batch_size"], []

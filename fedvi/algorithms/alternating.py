@@ -10,7 +10,7 @@ import optax
 from fedvi import checks
 from fedvi.local import LocalTraining, fold_minibatches, num_steps
 
-__all__ = ["Learner", "alternate", "check_steps", "learner"]
+__all__ = ["Learner", "alternate", "check_steps", "check_zeta", "learner"]
 
 
 class Learner(NamedTuple):
@@ -33,6 +33,16 @@ def check_steps(
     checks.at_least("global_steps", global_steps, 0)
     if global_learning_rate is not None:
         checks.positive("global_learning_rate", global_learning_rate)
+
+
+def check_zeta(zeta: float, upload: str) -> None:
+    """Raises `ValueError` for a ζ below 0, or of 0 where only the KL moves w."""
+    checks.at_least("zeta", zeta, 0)
+    if zeta == 0 and upload == "localised":
+        raise ValueError(
+            "zeta=0 with upload='localised' sends what nothing moves: give a positive "
+            "zeta, or upload='personal'"
+        )
 
 
 def alternate(

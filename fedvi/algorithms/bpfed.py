@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import Learner, alternate, check_steps, learner
+from fedvi.algorithms.alternating import (
+    Learner,
+    alternate,
+    check_steps,
+    check_zeta,
+    learner,
+)
 from fedvi.algorithms.common import normal_init
 from fedvi.distributions.mean_field import MeanField
 from fedvi.nn import Model
@@ -73,14 +79,14 @@ def bpfed(
     The weights are shared factors θ and personalised factors φ_i. With the prior
     π = π(φ_i^{t-1}) π(θ^t) a client alternates on every minibatch (both divided by n)
       Eq. 10: min_q  -1/b Σ_j E_q[log p(y_j|x_j, φ, θ)] + ζ/n KL(q ‖ π)
-      Eq. 11: min_π  ζ/n KL(q ‖ π)
+      Eq. 11: min_π  ζ/n KL(q ‖ π)      (ζ = 1 there)
     and sends the shared half of π; the other half is its prior in its next round.
     Server: average of the uploads.
-    A client that never took part learns q(φ) only, by `task.finetuning`, under the
-    shared q(θ) as it is.
+    A client that never took part learns q(φ) only, by `task.finetuning`, one step a
+    minibatch, under the shared q(θ) as it is.
 
-    The global model that is evaluated has the shared posterior and, for φ, what every
-    client starts from: nobody trained that, and its accuracy shows it.
+    The global model that is evaluated has the shared posterior and, for φ, the prior
+    that every client started from and moved away from since.
 
     Args:
       task: model, local training, population.
@@ -109,7 +115,7 @@ def bpfed(
       ValueError: an option outside its range, a split that leaves no shared or no
         personalised weight, or more draws than fit in memory.
     """
-    checks.at_least("zeta", zeta, 0)
+    check_zeta(zeta, upload)
     if init_std is not None:
         checks.positive("init_std", init_std)
     checks.one_of("kl_direction", kl_direction, ("forward", "reverse"))
@@ -144,8 +150,8 @@ def bpfed(
             prior,
             objective=objective,
             divergence=lambda q, prior: divergence(data, q, prior),
-            personal_steps=personal_steps,
-            global_steps=steps,
+            personal_steps=steps[0],
+            global_steps=steps[1],
             global_learning_rate=global_learning_rate,
         )
 
@@ -170,7 +176,7 @@ def bpfed(
             task.training,
             client.personal._replace(posterior=q),
             Learner(prior, client.moments),
-            global_steps,
+            (personal_steps, global_steps),
             complete=lambda q: q,
         )
         sent = localised if upload == "localised" else personal
@@ -207,7 +213,7 @@ def bpfed(
             task.finetuning,
             fresh,
             fresh,
-            0,
+            (1, 0),
             complete=lambda q: _join(server.posterior, q),
         )
         return jax.tree.map(
@@ -228,6 +234,7 @@ def bpfed(
         personalise=personalise,
         personal_predictive=personal_predictive,
         init_client=init_client,
+        broadcast=lambda server: server._replace(newcomer=()),
     )
 
 

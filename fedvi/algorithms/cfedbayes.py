@@ -13,6 +13,7 @@ from fedvi import checks
 from fedvi.algorithm import Algorithm, Task
 from fedvi.algorithms.pfedbayes import pfedbayes_of
 from fedvi.local import fold_minibatches
+from fedvi.nn import parameter_count
 from fedvi.variational import BayesianNetwork, normal
 
 __all__ = ["cfedbayes"]
@@ -51,7 +52,11 @@ def cfedbayes(
     clusters. The clusters start from different draws of the initialiser: equal ones
     would tie for ever.
 
-    Metrics: `share_k`, the share of the participants that chose cluster k.
+    The moments of w's optimiser stay with the client when it changes its cluster.
+
+    Metrics: `share_k`, the share of the participants that chose cluster k;
+    `bytes_saved`, of the K posteriors a client that are summed here, what sending
+    (k_i, w_i) saves.
 
     Args:
       task: model, local training, population.
@@ -113,6 +118,8 @@ def cfedbayes(
 
     def assign(key, server, client, data):
         losses = jax.lax.map(lambda own: loss(key, data, own), server)
+        # An overflowing cluster attracts nobody.
+        losses = jnp.where(jnp.isnan(losses), jnp.inf, losses)
         cluster = jnp.argmin(losses).astype(jnp.int32)
         return cluster, jax.tree.map(lambda u: u[cluster], server)
 
@@ -131,6 +138,8 @@ def cfedbayes(
             ),
         }
         shares = {f"share_{k}": member[k] for k in range(clusters)}
+        one_upload = 4.0 * parameter_count(output.statistics)
+        shares["bytes_saved"] = jnp.float32((clusters - 1) * one_upload)
         return output._replace(
             statistics=statistics, metrics={**output.metrics, **shares}
         )

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import Learner, alternate, check_steps, learner
+from fedvi.algorithms.alternating import (
+    Learner,
+    alternate,
+    check_steps,
+    check_zeta,
+    learner,
+)
 from fedvi.algorithms.common import normal_init
 from fedvi.variational import BayesianNetwork, normal
 
@@ -60,22 +66,24 @@ def pfedbayes(
 ) -> Algorithm:
     """Builds pFedBayes.
 
-    Client (Eq. 30, 31, both divided by n), alternately on every minibatch:
-      min_q  -1/b Σ_j E_q[log p(y_j|x_j, θ)] + ζ/n KL(q ‖ w)
-      min_w  ζ/n KL(q ‖ w)
+    Client, alternately on every minibatch, Eq. 6 divided by n:
+      min_q  -1/b Σ_j E_q[log p(y_j|x_j, θ)] + ζ/n KL(q ‖ w)      (Eq. 30)
+      min_w  ζ/n KL(q ‖ w)      (Eq. 31, which leaves out ζ; to Adam all is one)
     Server: w <- (1 - β) w + β · average of the uploads.
     Prediction: mean over draws of the global w, or of the client's q as it is. A
-    client that never took part adapts q from w first, by `task.finetuning`.
+    client that never took part adapts q from w first, by `task.finetuning`, one step
+    a minibatch. Who does not upload does not train (Alg. 1 has all clients train).
 
     Args:
       task: model, local training, population.
-      zeta: ζ ≥ 0, weight of the KL term (§6.2: 10).
+      zeta: ζ ≥ 0, weight of the KL term (§6.2: 10). At 0 nothing moves w: only with
+        `upload=personal`.
       rho: initial unconstrained scale, σ = softplus(ρ) (§6.2: -2.5, σ = 0.079).
-      init_std: standard deviation of the initial means (public code: 0.1); default:
-        the network's own initialiser.
+      init_std: standard deviation of the initial means of all weights, biases and
+        normalisation included (public code: 0.1); default: the network's initialiser.
       personal_steps: steps of q on a minibatch (public code: 5).
       global_steps: steps of w on a minibatch (public code: 1).
-      global_learning_rate: of w; default: that of q.
+      global_learning_rate: of w, in all rounds; default: that of q.
       start: where q starts in a round: `personal`, where it stopped (Alg. 1);
         `global`, at the broadcast w, moments kept (Alg. 2).
       upload: `localised`, w as the client moved it (Alg. 1); `personal`, q itself.
@@ -83,7 +91,8 @@ def pfedbayes(
         the minimiser of Σ_i KL(. ‖ w) (Lemma A.2).
       beta: β > 0, the server's extrapolation (public code: 1).
       sampling: `weight`, one draw of the weights a step (the paper); `local`, draws
-        of the activations, with the same expected gradient and less variance.
+        of the activations, for dense layers with the same expected gradient and less
+        variance; convolutions are better served by `weight`.
       mc_samples: a, draws a step.
       num_samples: draws of a prediction.
       eps_scale: factor on the noise of every draw (the paper: 1; public code: 0.001).
@@ -131,7 +140,7 @@ def pfedbayes_of(
     `transmit`, `(upload, broadcast) -> (upload, metrics)`, says what arrives of an
     uploaded posterior at a server that knows its own broadcast.
     """
-    checks.at_least("zeta", zeta, 0)
+    check_zeta(zeta, upload)
     if init_std is not None:
         checks.positive("init_std", init_std)
     checks.one_of("start", start, ("personal", "global"))
@@ -144,7 +153,7 @@ def pfedbayes_of(
     def divergence(data, q, w):
         return zeta / jnp.maximum(data.size, 1) * family.kl(q, w)
 
-    def train(key, round, data, training, personal, localised, global_steps):
+    def train(key, round, data, training, personal, localised, steps):
         def objective(key, q, w, batch):
             return network.loss(key, q, batch) + divergence(data, q, w)
 
@@ -157,8 +166,8 @@ def pfedbayes_of(
             localised,
             objective=objective,
             divergence=lambda q, w: divergence(data, q, w),
-            personal_steps=personal_steps,
-            global_steps=global_steps,
+            personal_steps=steps[0],
+            global_steps=steps[1],
             global_learning_rate=global_learning_rate,
         )
 
@@ -181,7 +190,7 @@ def pfedbayes_of(
             task.training,
             Learner(q, own.moments),
             Learner(server.posterior, client.moments),
-            global_steps,
+            (personal_steps, global_steps),
         )
         sent = (localised if upload == "localised" else personal).posterior
         metrics = {"loss": value, "kl": family.kl(personal.posterior, server.posterior)}
@@ -212,7 +221,7 @@ def pfedbayes_of(
         # Without data nothing is trained: who took part is done.
         data = data._replace(size=jnp.where(newcomer, data.size, 0))
         fresh = learner(server.posterior, task.finetuning)
-        adapted, _, _ = train(key, 0, data, task.finetuning, fresh, fresh, 0)
+        adapted, _, _ = train(key, 0, data, task.finetuning, fresh, fresh, (1, 0))
         return _where(newcomer, adapted.posterior, client.personal.posterior)
 
     def personal_predictive(key, server, personal, x, mask):

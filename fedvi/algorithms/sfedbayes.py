@@ -33,7 +33,7 @@ def sfedbayes(
     personal_steps: int = 5,
     global_steps: int = 1,
     global_learning_rate: float | None = None,
-    start: Literal["personal", "global"] = "personal",
+    start: Literal["personal", "global"] = "global",
     upload: Literal["localised", "personal"] = "localised",
     average: Literal["parameters", "moments"] = "parameters",
     beta: float = 1.0,
@@ -50,23 +50,23 @@ def sfedbayes(
 
     Metrics: `inclusion`, the mean λ of the personal posteriors (the paper's estimated
     λ); `kept`, the share of gates that are 1 in one draw of them (its "sparsity"); with
-    a threshold also `sent`, the share of the weights sent, and `bytes_saved` by that,
-    per participant, one bit for every weight to say which taken off.
+    a threshold also `sent`, the share of the weights sent whole, and `bytes_saved` by
+    that, per participant (λ says which they are).
 
     Args:
       task: model, local training, population.
       inclusion: initial λ in (0, 1) (Table 2: 0.5 and 0.99).
       temperature: τ of the straight-through gradient of the gates (Eq. 41; the paper
         gives no value, constants left in public code: 0.5).
-      threshold: weights whose λ is below it are not sent, and the server takes its own
-        last values for them (§6.4); 0: all are sent.
+      threshold: of weights whose λ is below it only λ is sent, and the server takes
+        its own last μ and ρ for them (§6.4); 0: all are sent.
       zeta: as of `pfedbayes`.
       rho: as of `pfedbayes`, of the slabs.
       init_std: as of `pfedbayes`.
       personal_steps: as of `pfedbayes`.
       global_steps: as of `pfedbayes`.
       global_learning_rate: as of `pfedbayes`.
-      start: as of `pfedbayes`; Alg. 2 is `global`.
+      start: as of `pfedbayes` (Alg. 2: `global`).
       upload: as of `pfedbayes`.
       average: as of `pfedbayes`.
       beta: as of `pfedbayes`.
@@ -91,11 +91,12 @@ def sfedbayes(
         sent = jax.tree.map(
             lambda inclusion: inclusion >= threshold, spike_and_slab.inclusion(upload)
         )
-        masks = SpikeAndSlab(MeanField(sent, sent), sent)
-        arrived = jax.tree.map(jnp.where, masks, upload, broadcast)
-        weights = parameter_count(sent)
-        share = _mean(sent)
-        saved = 3 * 4 * weights * (1 - share) - weights / 8
+        slab = jax.tree.map(
+            jnp.where, MeanField(sent, sent), upload.slab, broadcast.slab
+        )
+        arrived = SpikeAndSlab(slab, upload.logit)
+        share, weights = _mean(sent), parameter_count(sent)
+        saved = 2 * 4 * weights * (1 - share)
         return arrived, {"sent": share, "bytes_saved": saved}
 
     algorithm = pfedbayes_of(
@@ -115,11 +116,10 @@ def sfedbayes(
     )
 
     def client_update(key, round, server, client, data):
-        output = algorithm.client_update(key, round, server, client, data)
+        train_key, gate_key = jax.random.split(key)
+        output = algorithm.client_update(train_key, round, server, client, data)
         posterior = output.client.personal.posterior
-        drawn = spike_and_slab.gates(
-            jax.random.fold_in(key, data.x.shape[0]), posterior, temperature
-        )
+        drawn = spike_and_slab.gates(gate_key, posterior, temperature)
         inclusions = spike_and_slab.inclusion(posterior)
         metrics = {"inclusion": _mean(inclusions), "kept": _mean(drawn)}
         return output._replace(metrics={**output.metrics, **metrics})

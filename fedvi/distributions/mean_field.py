@@ -58,7 +58,7 @@ class MeanField:
       mu: means, parameter pytree.
       rho: unconstrained scales, same structure; see `scale`.
       link: what makes a scale of rho, "softplus" (pFedBayes Eq. 29) or "exp" (FedABML
-        §4). Static: part of the pytree's structure.
+        §3.3). Static: part of the pytree's structure.
 
     Raises:
       ValueError: another link.

@@ -145,7 +145,11 @@ class ExperimentConfig:
         (0.5, 0.75), "Fractions of the rounds at which the learning rate decays."
     )
     momentum: float = setting(
-        0.9, "Heavy-ball momentum of SGD, afresh in every round.", at_least=0, below=1
+        0.9,
+        "Heavy-ball momentum of SGD; afresh in every round, but for methods that keep "
+        "their clients' moments (pFedBayes and its kin).",
+        at_least=0,
+        below=1,
     )
     optimizer: Literal["sgd", "adam"] = setting(
         "sgd", "Of the clients, in training and fine-tuning."

@@ -64,18 +64,19 @@ def test_times_rounds_and_reports_memory(tmp_path, tiny):
 def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
     out = tmp_path / "tiny"
     process = run(
-        f"--flagfile={FOLDER / 'flagfiles' / 'pfedbayes_adam.flags'}",
+        f"--flagfile={FOLDER / 'flagfiles' / 'pfedbayes_sgd.flags'}",
         *tiny,
         "--client_examples=8",
         "--batch_size=3",
         "--rounds=1",
+        "--warmup=1",
         f"--out={out}",
     )
     assert process.returncode == 0, process.stderr
     found = json.loads(out.with_suffix(".json").read_text())
     work, fedvi = found["work"], found["systems"]["fedvi"]
     assert (work["devices"], work["client_size"]) == (2, [8])
-    assert work["options"]["personal_steps"] == 5
+    assert work["options"]["personal_steps"] == 1
     assert 0 <= fedvi["personal_accuracy"] <= 1
     assert fedvi["personal_nll"] > 0
 
@@ -86,6 +87,7 @@ def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
         (["--torch_python=no/such/python"], "--torch_python=no/such/python"),
         (["--algorithm=fedprox", "--torch_python=x"], "--algorithm=fedprox"),
         (["--optimizer=adam", "--torch_python=x"], "--optimizer=adam"),
+        (["--torch_gradients=hand,no"], "--torch_gradients=['hand', 'no']"),
         (["--client_examples=601", "--synthetic"], "client_examples=601"),
     ],
 )
