@@ -15,8 +15,8 @@ from fedvi.selection import uniform
 ROUNDS = 8
 
 # The mean-field methods' defaults are for thousands of weights and hundreds of
-# examples a client. Here a client holds 1 to 20: ζ = 10 would drown them in the KL
-# term, and of plain SGD with the rate of the others σ makes that term unstable.
+# examples a client. Here a client holds 1 to 20: the KL term would drown them, and
+# SGD at the others' rate is unstable on it, since its curvature is 1/σ².
 ADAM = LocalTraining(2, 8, learning_rate=0.02, optimizer="adam")
 MEAN_FIELD = {
     "pfedbayes": {"zeta": 0.05},

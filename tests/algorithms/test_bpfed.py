@@ -191,9 +191,7 @@ def test_where_q_starts(plain, someone, train):
 
 def test_a_newcomer_learns_personalised_factors_only(plain, someone, train):
     server, client = someone
-    algorithm = bpfed(
-        plain, zeta=0.3, personal_steps=1, sampling="weight", eps_scale=0.0
-    )
+    algorithm = bpfed(plain, zeta=0.3, sampling="weight", eps_scale=0.0)
     data, size = one_client(train, 1), 13
     personalise = jax.jit(algorithm.personalise)
     assert_equal(personalise(KEY, server, client, data), client.personal.posterior)
@@ -212,7 +210,7 @@ def test_a_newcomer_learns_personalised_factors_only(plain, someone, train):
     def step(head):
         return jax.tree.map(lambda p, g: p - RATE * g, head, jax.grad(objective)(head))
 
-    head = client.prior
+    head = client.prior  # one step a minibatch
     for _ in range(PLAIN.epochs):
         head = step(head)
     assert_close(adapted.mu["head"], head.mu["head"])
@@ -298,6 +296,7 @@ def test_any_split_of_the_weights(task, train):
         ("personal_part", "", "leaves no shared weight"),
         ("personal_part", "(", "is no regular expression"),
         ("zeta", -1.0, "at least 0"),
+        ("zeta", 0, "upload='localised' sends what nothing moves"),
         ("kl_direction", "both", "forward"),
         ("rho", float("nan"), "finite"),
         ("init_std", 0.0, "positive"),

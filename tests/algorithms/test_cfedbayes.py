@@ -191,6 +191,9 @@ def test_clusters_are_compared_by_the_same_draws(three, run, train):
     cluster, own = assign(keys, placed, (), data)
     np.testing.assert_array_equal(cluster, 1)
     assert_equal(component(own, 0), good)
+    # One that overflowed attracts nobody.
+    broken = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), placed)
+    np.testing.assert_array_equal(assign(keys, broken, (), data)[0], 1)
 
 
 def test_an_upload_counts_for_its_cluster_only(three, train):
@@ -205,6 +208,8 @@ def test_an_upload_counts_for_its_cluster_only(three, train):
         leaves = jax.tree.leaves(component(output.statistics["uploads"], j))
         assert any((leaf != 0).any() for leaf in leaves) == (j == k)
     assert [float(output.metrics[f"share_{j}"]) for j in range(3)] == members.tolist()
+    # Two posteriors of μ and ρ, 4 bytes each, of 21 weights.
+    assert output.metrics["bytes_saved"] == 2 * 2 * 4 * 21
 
 
 @pytest.mark.parametrize(

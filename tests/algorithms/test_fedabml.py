@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from fedvi.algorithm import Aggregate, Task
 from fedvi.algorithms import fedabml, fedavg
-from fedvi.algorithms.common import classification_loss
+from fedvi.algorithms.common import classification_loss, quadratic_penalty
 from fedvi.algorithms.fedabml import Server
 from fedvi.data import ClientData
 from fedvi.distributions import mean_field
@@ -19,7 +19,7 @@ from fedvi.local import Batch, LocalTraining, fold_minibatches
 from fedvi.nn import from_flax
 
 KEY = jax.random.key(3)
-RATE, SIZE, CLIENT = 0.05, 13, 1
+RATE, SIZE, CLIENT, NU = 0.05, 13, 1, -1.0
 # Full batches, so that no reference needs to know the order of the examples.
 PLAIN = LocalTraining(epochs=3, batch_size=20, learning_rate=RATE, momentum=0.0)
 
@@ -55,6 +55,13 @@ def server(task):
 
 
 @pytest.fixture(scope="module")
+def wide(server):
+    """A prior under whose scale the KL term is not stiff."""
+    rho = jax.tree.map(lambda leaf: np.full_like(leaf, NU), server.prior.rho)
+    return Server(mean_field.MeanField(server.prior.mu, rho, "exp"))
+
+
+@pytest.fixture(scope="module")
 def step(task):
     """One full-batch step of SGD."""
 
@@ -67,9 +74,18 @@ def step(task):
 
 
 def test_without_noise_personalisation_is_per_fedavgs(plain, server, data, step):
-    """Steps of plain SGD from θ (3.6); with 'average' that is what a client sends."""
+    """Steps of plain SGD from θ (3.6); with 'average' that is what a client sends.
+
+    Two steps a minibatch in one, one in the other, on as many minibatches.
+    """
     algorithm = fedabml(
-        plain, kl_weight=0.0, sampling="weight", mc_samples=1, eps_scale=0.0
+        plain,
+        kl_weight=0.0,
+        personal_steps=2,
+        finetune_steps=1,
+        sampling="weight",
+        mc_samples=1,
+        eps_scale=0.0,
     )
 
     @jax.jit
@@ -77,25 +93,32 @@ def test_without_noise_personalisation_is_per_fedavgs(plain, server, data, step)
         personal = algorithm.personalise(KEY, server, (), data)
         return personal, algorithm.client_update(KEY, 0, server, (), data)
 
-    params = server.prior.mu
-    for _ in range(PLAIN.epochs):
-        params = step(params, data)
+    path = [server.prior.mu]
+    for _ in range(2 * PLAIN.epochs):
+        path.append(step(path[-1], data))
     personal, output = run()
-    assert np.abs(flat(params) - flat(server.prior.mu)).max() > 0.05
-    for found in (personal, output.statistics):
-        assert_close(found.mu, params)
+    assert np.abs(flat(path[-1]) - flat(path[PLAIN.epochs])).max() > 0.02
+    for found, steps in ((personal, 1), (output.statistics, 2)):
+        assert_close(found.mu, path[steps * PLAIN.epochs])
         np.testing.assert_array_equal(flat(found.rho), -4.0)
     assert output.client == () and output.weight == 1
 
 
-@pytest.mark.parametrize(("inner_rate", "steps"), [(None, 1), (0.3, 2)])
-def test_meta_is_per_fedavgs_exact_gradient(plain, server, data, inner_rate, steps):
-    """θ - β ∇_θ f_query(θ - α ∇f_support(θ)); α is the round's rate by default."""
+@pytest.mark.parametrize(
+    ("inner_rate", "steps", "kl_weight"), [(None, 1, 0.0), (0.2, 2, 0.5)]
+)
+def test_meta_is_per_fedavgs_exact_gradient(
+    plain, wide, data, train, inner_rate, steps, kl_weight
+):
+    """θ - β ∇_θ f_query(θ - α ∇f_support(θ)); α is the round's rate by default.
+
+    With a KL term f has λ/n |φ - θ|²/2σ² in it: σ is the same until θ's first step.
+    """
     training = PLAIN._replace(epochs=1, learning_rate=lambda t: 0.05 * (1 + t))
     algorithm = fedabml(
         plain._replace(training=training),
         theta_update="meta",
-        kl_weight=0.0,
+        kl_weight=kl_weight,
         personal_steps=steps,
         global_learning_rate=0.2,
         inner_learning_rate=inner_rate,
@@ -104,7 +127,9 @@ def test_meta_is_per_fedavgs_exact_gradient(plain, server, data, inner_rate, ste
         eps_scale=0.0,
     )
     round, alpha = 1, inner_rate or 0.1
-    output = jax.jit(algorithm.client_update)(KEY, round, server, (), data)
+    update = jax.jit(algorithm.client_update)
+    output = update(KEY, round, wide, (), data)
+    precision = kl_weight / SIZE * np.exp(-2 * NU)
 
     @jax.jit
     def expected(params):
@@ -114,55 +139,57 @@ def test_meta_is_per_fedavgs_exact_gradient(plain, server, data, inner_rate, ste
         )
         even = jnp.arange(20) % 2 == 0
 
-        def loss(params, mask):
+        def loss(phi, theta, mask):
             chosen = batch._replace(mask=batch.mask & mask)
-            return classification_loss(plain.model, params, chosen)
+            penalty = quadratic_penalty(phi, theta, precision)
+            return classification_loss(plain.model, phi, chosen) + penalty
 
-        def after_adaptation(params):
+        def adapt(theta):
+            phi = theta
             for _ in range(steps):
-                params = sgd(params, jax.grad(loss)(params, even), alpha)
-            return loss(params, ~even)
+                phi = sgd(phi, jax.grad(loss)(phi, theta, even), alpha)
+            return phi
 
-        exact = sgd(params, jax.grad(after_adaptation)(params), 0.2)
+        gradient = jax.grad(lambda theta: loss(adapt(theta), theta, ~even))(params)
         # The first-order shortcut, which the test must tell apart.
-        adapted = params
-        for _ in range(steps):
-            adapted = sgd(adapted, jax.grad(loss)(adapted, even), alpha)
-        return exact, sgd(params, jax.grad(loss)(adapted, ~even), 0.2)
+        shortcut = jax.grad(loss)(adapt(params), params, ~even)
+        return sgd(params, gradient, 0.2), sgd(params, shortcut, 0.2)
 
-    exact, first_order = expected(server.prior.mu)
+    exact, first_order = expected(wide.prior.mu)
     assert_close(output.statistics.mu, exact)
     assert np.abs(flat(exact) - flat(first_order)).max() > 1e-3
-    np.testing.assert_array_equal(flat(output.statistics.rho), -4.0)
+    if kl_weight == 0:
+        np.testing.assert_array_equal(flat(output.statistics.rho), NU)
+    # Of a single example none is left to ask about, and θ stays.
+    single = jax.tree.map(lambda leaf: jnp.asarray(leaf[3]), train)
+    assert_close(update(KEY, round, wide, (), single).statistics, wide.prior, 0, 0)
 
 
-def test_alternate_is_line_9_of_algorithm_1(plain, server, data, step):
+def test_alternate_is_line_9_of_algorithm_1(plain, wide, data, step):
     """θ's gradient is that of the KL alone, in closed form; φ has moved before."""
-    nu, kl_weight, eta = -1.0, 0.7, 2.0
+    kl_weight, eta = 0.7, 2.0
     once = plain._replace(training=PLAIN._replace(epochs=1))
     algorithm = fedabml(
         once,
         theta_update="alternate",
-        nu=nu,
         kl_weight=kl_weight,
+        personal_steps=1,
         global_learning_rate=eta,
         sampling="weight",
         mc_samples=1,
         eps_scale=0.0,
     )
-    start = jax.tree.map(lambda leaf: np.full_like(leaf, nu), server.prior.rho)
-    theta = Server(mean_field.MeanField(server.prior.mu, start, "exp"))
-    output = jax.jit(algorithm.client_update)(KEY, 0, theta, (), data)
+    output = jax.jit(algorithm.client_update)(KEY, 0, wide, (), data)
 
     # φ starts at θ, where the KL has no gradient.
-    shift = flat(step(server.prior.mu, data)) - flat(server.prior.mu)
-    weight, variance = kl_weight / SIZE, np.exp(2 * nu)
-    mu = flat(server.prior.mu) + eta * weight * shift / variance
-    rho = nu + eta * weight * shift**2 / variance
+    shift = flat(step(wide.prior.mu, data)) - flat(wide.prior.mu)
+    weight, variance = kl_weight / SIZE, np.exp(2 * NU)
+    mu = flat(wide.prior.mu) + eta * weight * shift / variance
+    rho = NU + eta * weight * shift**2 / variance
     np.testing.assert_allclose(flat(output.statistics.mu), mu, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(flat(output.statistics.rho), rho, rtol=1e-6)
-    assert np.abs(rho - nu).max() > 1e-4
-    moved = ((mu - flat(server.prior.mu)) ** 2).sum() / (2 * variance)
+    assert np.abs(rho - NU).max() > 1e-4
+    moved = ((mu - flat(wide.prior.mu)) ** 2).sum() / (2 * variance)
     np.testing.assert_allclose(output.metrics["kl"], moved, rtol=2e-3)
 
 
@@ -250,9 +277,10 @@ def test_the_toy_comes_closer_to_the_exact_posterior_than_fedavg():
             found.append(np.linalg.norm(flat(weights(state.server)) - exact))
         return found
 
-    ours = distances(
-        fedabml(task, theta_update="alternate", nu=-2.0), lambda s: s.prior.mu
+    algorithm = fedabml(
+        task, theta_update="alternate", kl_weight=1.0, nu=-2.0, personal_steps=1
     )
+    ours = distances(algorithm, lambda s: s.prior.mu)
     fedavgs = distances(fedavg(task), lambda s: s.params)
     assert ours[0] > 1.5 * ours[1] > 2 * ours[2]  # it falls
     # FedAvg has stopped where its clients' drifts balance.
@@ -269,6 +297,7 @@ def test_the_toy_comes_closer_to_the_exact_posterior_than_fedavg():
         ("nu", float("nan")),
         ("init_std", 0.0),
         ("personal_steps", 0),
+        ("finetune_steps", 0),
         ("global_steps", -1),
         ("global_learning_rate", -1.0),
         ("inner_learning_rate", 0.0),
@@ -282,3 +311,11 @@ def test_the_toy_comes_closer_to_the_exact_posterior_than_fedavg():
 def test_options_are_checked_by_name_at_construction(task, option, value):
     with pytest.raises(ValueError, match=f"{option}={value!r}"):
         fedabml(task, **{option: value})
+
+
+def test_options_that_leave_nothing_to_learn_from_are_refused(task):
+    single = task._replace(training=task.training._replace(batch_size=1))
+    with pytest.raises(ValueError, match="batch_size=1 with theta_update='meta'"):
+        fedabml(single, theta_update="meta")
+    with pytest.raises(ValueError, match="kl_weight=0 with theta_update='alternate'"):
+        fedabml(task, theta_update="alternate", kl_weight=0)

@@ -51,11 +51,11 @@ def linear(task):
 
 
 @pytest.fixture(scope="module")
-def adam(task):
+def adam(linear):
     training = LocalTraining(
         epochs=1, batch_size=8, learning_rate=0.02, optimizer="adam"
     )
-    return task._replace(training=training, finetuning=training)
+    return linear._replace(training=training)
 
 
 def flat(params):
@@ -268,13 +268,14 @@ def test_who_took_part_predicts_with_q_and_a_newcomer_adapts_first(
 ):
     _, server, client = someone
     plain = linear._replace(finetuning=PLAIN._replace(epochs=3))
-    algorithm = pfedbayes(plain, zeta=0.5, personal_steps=1, eps_scale=0.0)
+    algorithm = pfedbayes(plain, zeta=0.5, eps_scale=0.0)
     personalise = jax.jit(algorithm.personalise)
     data, size = one_client(train, 1), 13
     assert_equal(personalise(KEY, server, client, data), client.personal.posterior)
     newcomer = client._replace(updates=jnp.int32(0))
     adapted = personalise(KEY, server, newcomer, data)
-    # From w, whatever its own state is, with w held where it is: momentum is fresh.
+    # From w, whatever its own state is, with w held where it is and fresh momentum,
+    # one step a minibatch.
     theta = start = flat(server.posterior.mu)
     strength = 0.5 / (size * np.log1p(np.exp(-2.5)) ** 2)
     for _ in range(3):
@@ -301,6 +302,7 @@ def test_initial_means_and_scales(task):
     [
         ("zeta", -1.0),
         ("zeta", float("nan")),
+        ("zeta", 0),  # nothing would move the w that is uploaded
         ("rho", float("nan")),
         ("rho", float("inf")),
         ("init_std", -0.1),

@@ -24,13 +24,13 @@ def flat(tree):
     return np.concatenate([*map(np.ravel, jax.tree.leaves(tree))])
 
 
-def update(algorithm, server, data):
+def update(algorithm, server, data, key=KEY):
     """A newcomer's output."""
 
     @jax.jit
     def run(server, data):
         client = algorithm.init_client(KEY, server)
-        return algorithm.client_update(KEY, 1, server, client, data)
+        return algorithm.client_update(key, 1, server, client, data)
 
     return run(server, data)
 
@@ -51,13 +51,13 @@ def linear(task):
 
 
 def test_with_every_weight_included_it_is_pfedbayes(linear, data):
-    """λ = 1 but for INCLUSION_FLOOR, and the same draws of the same key."""
+    """λ = 1 but for INCLUSION_FLOOR, and the same draws of the key handed on."""
     options = {"zeta": 0.5, "mc_samples": 2}
     dense = pfedbayes(linear, **options)
     sparse = sfedbayes(linear, inclusion=1 - 1e-9, **options)
     server, sparse_server = jax.jit(lambda: (dense.init(KEY), sparse.init(KEY)))()
     assert_close(sparse_server.posterior.slab, server.posterior)
-    expected = update(dense, server, data)
+    expected = update(dense, server, data, key=jax.random.split(KEY)[0])
     found = update(sparse, sparse_server, data)
     assert_close(found.statistics.slab, expected.statistics)
     personal = found.client.personal.posterior
@@ -114,28 +114,35 @@ def test_weights_below_the_threshold_are_the_servers(server, output):
     for arrived, own, servers in (
         (found.slab.mu, upload.slab.mu, old.slab.mu),
         (found.slab.rho, upload.slab.rho, old.slab.rho),
-        (found.logit, upload.logit, old.logit),
     ):
         expected = np.where(sent, flat(own), flat(servers))
         np.testing.assert_array_equal(flat(arrived), expected)
         assert (flat(own) != flat(servers))[~sent].any()  # so the choice shows
+    # λ always arrives: it says which weights are left out, and may come back.
+    np.testing.assert_array_equal(flat(found.logit), flat(upload.logit))
     np.testing.assert_allclose(output.metrics["sent"], share, rtol=1e-6)
-    # μ, ρ and the logit of every weight held back, but one bit for each of all.
-    saved = 4 * 3 * (~sent).sum() - sent.size / 8
-    np.testing.assert_allclose(output.metrics["bytes_saved"], saved, rtol=1e-5)
+    # μ and ρ, 4 bytes each, of every weight held back.
+    np.testing.assert_allclose(
+        output.metrics["bytes_saved"], 8 * (~sent).sum(), rtol=1e-5
+    )
 
 
 def test_the_moments_of_what_was_not_sent_are_the_servers(linear, server, data):
-    """With nothing to send the server's distribution comes back."""
+    """With no slab to send, those of the server's slabs under the client's λ."""
     closed = server.posterior._replace(
         logit=jax.tree.map(lambda leaf: np.full_like(leaf, -4), server.posterior.logit)
     )
-    algorithm = sfedbayes(linear, zeta=0.5, average="moments", threshold=THRESHOLD)
+    algorithm = sfedbayes(
+        linear, zeta=0.5, average="moments", threshold=THRESHOLD, upload="personal"
+    )
     output = update(algorithm, Server(closed), data)
     assert output.metrics["sent"] == 0
-    mass = flat(output.statistics["mass"])
-    np.testing.assert_allclose(mass, 1 / (1 + np.exp(4)), rtol=1e-5)
-    np.testing.assert_array_equal(flat(output.statistics["first"]), 0)
+    inclusion = 1 / (1 + np.exp(-flat(output.client.personal.posterior.logit)))
+    found = output.statistics
+    np.testing.assert_allclose(flat(found["mass"]), inclusion, rtol=1e-5)
+    np.testing.assert_array_equal(flat(found["first"]), 0)
+    variance = np.log1p(np.exp(flat(closed.slab.rho).astype(np.float64))) ** 2
+    np.testing.assert_allclose(flat(found["second"]), inclusion * variance, rtol=1e-5)
 
 
 def test_a_prediction_draws_gates(linear, server, data):
