@@ -132,6 +132,7 @@ class BayesianNetwork(NamedTuple):
           ValueError: an option outside its range, or more draws than fit in memory.
         """
         checks.one_of("sampling", self.sampling, ("weight", "local"))
+        checks.finite("eps_scale", self.eps_scale)
         checks.at_least("eps_scale", self.eps_scale, 0)
         most = _most_draws(self.model)
         for name in ("mc_samples", "num_samples"):

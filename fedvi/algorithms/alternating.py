@@ -37,6 +37,7 @@ def check_steps(
 
 def check_zeta(zeta: float, upload: str) -> None:
     """Raises `ValueError` for a ζ below 0, or of 0 where only the KL moves w."""
+    checks.finite("zeta", zeta)
     checks.at_least("zeta", zeta, 0)
     if zeta == 0 and upload == "localised":
         raise ValueError(

@@ -66,7 +66,7 @@ def bpfed(
     personal_steps: int = 5,
     global_steps: int = 1,
     global_learning_rate: float | None = None,
-    start: Literal["personal", "prior"] = "prior",
+    start: Literal["prior", "broadcast", "personal"] = "prior",
     upload: Literal["localised", "personal"] = "localised",
     average: Literal["parameters", "moments"] = "parameters",
     sampling: Literal["weight", "local"] = "local",
@@ -101,8 +101,9 @@ def bpfed(
       personal_steps: steps of q on a minibatch (public code: 5).
       global_steps: steps of π on a minibatch (public code: 1).
       global_learning_rate: of π; default: that of q.
-      start: where q starts in a round: `prior`, at π(φ_i^{t-1}) π(θ^t) (Alg. 1);
-        `personal`, where it stopped (public code).
+      start: where q starts in a round: `prior`, at π(φ_i^{t-1}) π(θ^t); `broadcast`,
+        its q(φ) where it stopped, its q(θ) at π(θ^t) (Alg. 1 can be read either way);
+        `personal`, both where they stopped (public code).
       upload: `localised`, the shared half of π (public code); `personal`, that of q
         (Alg. 1 can be read either way).
       average: as of `pfedbayes`, of the shared factors.
@@ -119,7 +120,7 @@ def bpfed(
     if init_std is not None:
         checks.positive("init_std", init_std)
     checks.one_of("kl_direction", kl_direction, ("forward", "reverse"))
-    checks.one_of("start", start, ("personal", "prior"))
+    checks.one_of("start", start, ("prior", "broadcast", "personal"))
     checks.one_of("upload", upload, ("localised", "personal"))
     checks.one_of("average", average, ("parameters", "moments"))
     check_steps(personal_steps, global_steps, global_learning_rate)
@@ -163,12 +164,18 @@ def bpfed(
         fresh = learner(_join(server.posterior, server.newcomer), task.training)
         return Client(fresh, server.newcomer, fresh.moments, jnp.zeros((), jnp.int32))
 
+    def start_of(server, client, prior):
+        if start == "prior":
+            return prior
+        q = client.personal.posterior
+        if start == "broadcast":
+            q = _join(server.posterior, _personal(own, q))
+        newcomer = client.updates == 0
+        return jax.tree.map(lambda p, q: jnp.where(newcomer, p, q), prior, q)
+
     def client_update(key, round, server, client, data):
         prior = _join(server.posterior, client.prior)
-        restart = (client.updates == 0) | (start == "prior")
-        q = jax.tree.map(
-            lambda p, q: jnp.where(restart, p, q), prior, client.personal.posterior
-        )
+        q = start_of(server, client, prior)
         personal, localised, value = train(
             key,
             round,

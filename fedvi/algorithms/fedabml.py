@@ -82,6 +82,7 @@ def fedabml(
     """
     checks.one_of("theta_update", theta_update, ("alternate", "average", "meta"))
     checks.one_of("average", average, ("parameters", "moments"))
+    checks.finite("kl_weight", kl_weight)
     checks.at_least("kl_weight", kl_weight, 0)
     checks.finite("nu", nu)
     for name, value in (

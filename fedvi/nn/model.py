@@ -38,7 +38,8 @@ class Model(NamedTuple):
     # `local_reparameterisation`
     apply_local: Callable[..., jax.Array] = _no_local_draws
     # loss(outputs, y, mask) -> scalar: mean of -log p(y|x, θ) over the real examples;
-    # another likelihood makes it a regression
+    # another likelihood makes it a regression, which can be trained but not evaluated:
+    # predictions are log class probabilities
     loss: Callable[..., jax.Array] = cross_entropy
 
 

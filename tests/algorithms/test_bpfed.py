@@ -64,45 +64,37 @@ def fedper_step(task):
 
 
 def test_without_noise_it_is_fedper(plain, train, test, fedper_step):
-    """Over rounds, the prior following q: one step of Eq. 11 that ends at q's means.
-
-    That is rate · ζ/nσ² = 1, clients of one size; q starts every step where π is, so
-    that the KL has no gradient. Where σ is large its own learning is beside the point.
-    """
-    size, sigma = 8, 100.0
-    equal = train._replace(size=np.where(train.size >= size, size, 0).astype(np.int32))
+    """Over rounds: all layers trained together, the bodies averaged, the heads kept."""
     algorithm = bpfed(
         plain,
-        zeta=size * sigma**2 / RATE,
-        rho=sigma,
+        zeta=0.0,
         personal_steps=1,
-        start="prior",
+        start="broadcast",
         upload="personal",
         sampling="weight",
         eps_scale=0.0,
     )
-    federation = Federation(algorithm, equal, test)
+    federation = Federation(algorithm, train, test)
     state = federation.init(KEY)
     body = jax.tree.map(np.array, state.server.posterior.mu["body"])
     common = jax.tree.map(np.array, state.server.newcomer.mu["head"])
-    heads = {i: common for i in np.flatnonzero(equal.size)}
+    heads = {i: common for i in np.flatnonzero(train.size)}
     for _ in range(3):
         uploads = []
         for i in heads:
             params = {"body": body, "head": heads[i]}
             for _ in range(PLAIN.epochs):
-                params = fedper_step(params, one_client(equal, i))
+                params = fedper_step(params, one_client(train, i))
             uploads.append(params["body"])
             heads[i] = params["head"]
         body = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *uploads)
     state, _ = federation.rounds(state, 3)
-    assert_close(state.server.posterior.mu["body"], body, rtol=1e-3, atol=1e-5)
+    assert_close(state.server.posterior.mu["body"], body)
     for i, head in heads.items():
         own = jax.tree.map(lambda leaf: leaf[i], state.clients)
-        assert_close(own.personal.posterior.mu["head"], head, rtol=1e-3, atol=1e-5)
-        assert_close(own.prior.mu["head"], head, rtol=1e-3, atol=1e-5)
+        assert_close(own.personal.posterior.mu["head"], head)
         change = head["classifier"]["kernel"] - common["classifier"]["kernel"]
-        assert np.abs(change).max() > 0.01  # a hundred times what is compared
+        assert np.abs(change).max() > 0.01  # far more than what is compared
 
 
 @pytest.fixture(scope="module")
