@@ -33,7 +33,7 @@ def sfedbayes(
     personal_steps: int = 5,
     global_steps: int = 1,
     global_learning_rate: float | None = None,
-    start: Literal["personal", "global"] = "global",
+    start: Literal["personal", "global"] = "personal",
     upload: Literal["localised", "personal"] = "localised",
     average: Literal["parameters", "moments"] = "parameters",
     beta: float = 1.0,
@@ -66,7 +66,8 @@ def sfedbayes(
       personal_steps: as of `pfedbayes`.
       global_steps: as of `pfedbayes`.
       global_learning_rate: as of `pfedbayes`.
-      start: as of `pfedbayes` (Alg. 2: `global`).
+      start: as of `pfedbayes`. Alg. 2 is `global`, where w learns too little from
+        each round (docs/sfedbayes.md).
       upload: as of `pfedbayes`.
       average: as of `pfedbayes`.
       beta: as of `pfedbayes`.
