@@ -19,6 +19,10 @@ from fedvi.nn import Model, parameter_count
 __all__ = ["BayesianNetwork", "Family", "bernoulli_gaussian", "normal"]
 
 
+# Of a prediction: thousands of draws shall not need thousands of times the activations.
+_DRAWS_AT_ONCE = 32
+
+
 class Family(NamedTuple):
     """A variational family over a parameter pytree.
 
@@ -162,7 +166,10 @@ class BayesianNetwork(NamedTuple):
         def one(key):
             return jax.nn.log_softmax(self._outputs(key, q, x, mask))
 
-        return jax.vmap(one)(jax.random.split(key, self.num_samples))
+        keys = jax.random.split(key, self.num_samples)
+        if self.num_samples <= _DRAWS_AT_ONCE:
+            return jax.vmap(one)(keys)
+        return jax.lax.map(one, keys, batch_size=_DRAWS_AT_ONCE)
 
     def _outputs(self, key, q, x, mask):
         """Outputs `[batch, classes]` under one draw."""
@@ -177,9 +184,13 @@ class BayesianNetwork(NamedTuple):
 
 
 def _most_draws(model: Model) -> int:
-    """Draws of all weights, with their noise and gradients, that memory could hold."""
+    """Draws that memory could hold, roughly.
+
+    A draw is counted as its weights, noise and gradient, and as much again for the
+    activations of a batch; what the clients and seeds of one `vmap` multiply is not.
+    """
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     stats = jax.local_devices()[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = stats.get("bytes_limit", physical)
-    return max(1, memory // (3 * 4 * parameter_count(shapes)))
+    return max(1, memory // (6 * 4 * parameter_count(shapes)))

@@ -217,10 +217,21 @@ def test_options_are_checked_by_name(task, option, value):
 def test_more_draws_than_fit_say_how_many_do(task, monkeypatch, option):
     """Every draw takes its weights, noise and gradients: three float32 a weight."""
     weights = parameter_count(jax.eval_shape(task.model.init, KEY))
-    pages = {"SC_PAGE_SIZE": 3 * 4 * weights, "SC_PHYS_PAGES": 1234}
+    pages = {"SC_PAGE_SIZE": 6 * 4 * weights, "SC_PHYS_PAGES": 1234}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     assert variational._most_draws(task.model) == 1234
     one = network(task.model)
     one._replace(**{option: 1234}).check()
     with pytest.raises(ValueError, match=f"{option}=1235 .* memory: 1,234 do"):
         one._replace(**{option: 1235}).check()
+
+
+def test_many_draws_are_made_in_groups(task, train, monkeypatch):
+    """The same draws, whatever the group; the last group may be smaller."""
+    network = BayesianNetwork(task.model, normal(-1.0), "local", 1, 7, 1.0)
+    q = network.family.init(task.model.init(jax.random.key(0)))
+    x = jnp.asarray(train.x[0][:3])
+    together = network.predict(jax.random.key(1), q, x)
+    monkeypatch.setattr(variational, "_DRAWS_AT_ONCE", 3)
+    grouped = network.predict(jax.random.key(1), q, x)
+    np.testing.assert_allclose(grouped, together, rtol=1e-5, atol=1e-6)

@@ -60,8 +60,8 @@ RUN_FILES = (
 _COLUMNS = (
     ("global accuracy", "global_accuracy", 1, 2),
     ("personalised accuracy", "personal_accuracy", 1, 2),
-    ("ECE %", "ece", 100, 2),
-    ("NLL", "nll", 1, 3),
+    ("global ECE %", "ece", 100, 2),
+    ("global NLL", "nll", 1, 3),
     ("s/round", "round_seconds", 1, 3),
 )
 

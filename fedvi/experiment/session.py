@@ -183,6 +183,10 @@ class Session:
         parts.append(f"global {mean('global_accuracy'):.2f} %")
         if "personal" in self.scores:
             parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
+            if "novel_personal_accuracy" in rows[0]:
+                parts.append(f"novel {mean('novel_personal_accuracy'):.2f} %")
+        if "adjusted_rand" in rows[0]:
+            parts.append(f"adjusted Rand {mean('adjusted_rand'):.2f}")
         parts.append(f"{mean('seconds'):.3f} s/round")
         return "  ".join(parts)
 

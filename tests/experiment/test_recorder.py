@@ -164,8 +164,8 @@ def test_table_is_aligned_with_mean_and_std_over_seeds():
     ]
     lines = table(rows).splitlines()
     assert len({len(line) for line in lines}) == 1 and len(lines) == 4
-    names = "method|global accuracy|personalised accuracy|ECE %|NLL|s/round"
-    assert cells(lines[0]) == names.split("|")
+    names = "method|global accuracy|personalised accuracy|global ECE %|global NLL"
+    assert cells(lines[0]) == [*names.split("|"), "s/round"]
     accuracy = f"81.50 ± {np.std([80.0, 83.0], ddof=1):.2f}"
     nll = f"0.556 ± {np.std([0.51234, 0.6], ddof=1):.3f}"
     assert cells(lines[2]) == ["FedAvg", accuracy, "-", "3.40", nll, "-"]

@@ -200,7 +200,7 @@ def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"novel_clients": 1}, "novel_clients is 'absent' there and 1 here"),
+        ({"novel_clients": 1}, "novel_clients is 0 there and 1 here"),
         ({"cluster_transform": "rotate"}, "cluster_transform is .* and 'rotate' here"),
     ],
 )
