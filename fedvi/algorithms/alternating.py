@@ -10,7 +10,7 @@ import optax
 from fedvi import checks
 from fedvi.local import LocalTraining, fold_minibatches, num_steps
 
-__all__ = ["Learner", "alternate", "check_steps", "check_zeta", "learner"]
+__all__ = ["Learner", "alternate", "check_steps", "check_zeta", "learner", "where"]
 
 
 class Learner(NamedTuple):
@@ -110,6 +110,11 @@ def alternate(
     start = (personal, localised, jnp.zeros(()))
     q, w, total = fold_minibatches(key, data, training, minibatch, start)
     return q, w, total / jnp.maximum(num_steps(data.size, training), 1)
+
+
+def where(condition, a, b):
+    """Pytree `a` if the scalar condition holds, else `b`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
 
 
 def _descend(optimizer, learner: Learner, gradients) -> Learner:

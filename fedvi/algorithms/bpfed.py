@@ -18,6 +18,7 @@ from fedvi.algorithms.alternating import (
     check_steps,
     check_zeta,
     learner,
+    where,
 )
 from fedvi.algorithms.common import normal_init
 from fedvi.distributions.mean_field import MeanField
@@ -170,8 +171,7 @@ def bpfed(
         q = client.personal.posterior
         if start == "broadcast":
             q = _join(server.posterior, _personal(own, q))
-        newcomer = client.updates == 0
-        return jax.tree.map(lambda p, q: jnp.where(newcomer, p, q), prior, q)
+        return where(client.updates == 0, prior, q)
 
     def client_update(key, round, server, client, data):
         prior = _join(server.posterior, client.prior)
@@ -223,11 +223,8 @@ def bpfed(
             (1, 0),
             complete=lambda q: _join(server.posterior, q),
         )
-        return jax.tree.map(
-            lambda new, old: jnp.where(newcomer, new, old),
-            _join(server.posterior, adapted.posterior),
-            client.personal.posterior,
-        )
+        adapted = _join(server.posterior, adapted.posterior)
+        return where(newcomer, adapted, client.personal.posterior)
 
     def personal_predictive(key, server, personal, x, mask):
         return network.predict(key, personal, x, mask)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.alternating import where
 from fedvi.algorithms.pfedbayes import pfedbayes_of
 from fedvi.local import fold_minibatches
 from fedvi.nn import parameter_count
@@ -149,7 +150,7 @@ def cfedbayes(
             new = one.server_update(
                 key, round, own, aggregate._replace(statistics=uploads, weight=members)
             )
-            return jax.tree.map(lambda u, v: jnp.where(members > 0, v, u), own, new)
+            return where(members > 0, new, own)
 
         members = aggregate.statistics["members"]
         uploads = aggregate.statistics["uploads"]

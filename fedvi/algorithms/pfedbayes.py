@@ -19,6 +19,7 @@ from fedvi.algorithms.alternating import (
     check_steps,
     check_zeta,
     learner,
+    where,
 )
 from fedvi.algorithms.common import normal_init
 from fedvi.variational import BayesianNetwork, normal
@@ -182,7 +183,7 @@ def pfedbayes_of(
         # A newcomer's q starts at the broadcast too.
         restart = (client.updates == 0) | (start == "global")
         own = client.personal
-        q = _where(restart, server.posterior, own.posterior)
+        q = where(restart, server.posterior, own.posterior)
         personal, localised, value = train(
             key,
             round,
@@ -222,7 +223,7 @@ def pfedbayes_of(
         data = data._replace(size=jnp.where(newcomer, data.size, 0))
         fresh = learner(server.posterior, task.finetuning)
         adapted, _, _ = train(key, 0, data, task.finetuning, fresh, fresh, (1, 0))
-        return _where(newcomer, adapted.posterior, client.personal.posterior)
+        return where(newcomer, adapted.posterior, client.personal.posterior)
 
     def personal_predictive(key, server, personal, x, mask):
         return network.predict(key, personal, x, mask)
@@ -237,7 +238,3 @@ def pfedbayes_of(
         personal_predictive=personal_predictive,
         init_client=init_client,
     )
-
-
-def _where(condition, a, b):
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)

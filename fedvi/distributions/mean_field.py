@@ -171,8 +171,8 @@ def kl_by_weight(q: MeanField, p: MeanField) -> chex.ArrayTree:
     """The terms of `kl`, structure and shapes of `q.mu`."""
 
     def leaf(mu_q, sigma_q, mu_p, sigma_p):
-        # Not distrax's, whose expm1 makes a step of w a third slower on CPU, and which
-        # divides each mean by σ_p before it subtracts.
+        # Not distrax's, whose expm1 takes a KL step from 0.34 to 0.54 ms on CPU (79,510
+        # weights), and which divides each mean by σ_p before it subtracts.
         ratio, distance = sigma_q / sigma_p, (mu_q - mu_p) / sigma_p
         return 0.5 * (ratio * ratio + distance * distance - 1) - jnp.log(ratio)
 
@@ -248,12 +248,13 @@ def _scale(rho, link):
 def _softplus(x):
     """log(1 + exp x), relative error 2e-7.
 
-    JAX's own takes a third of a mean-field step on CPU, most of it in log1p. With
-    u = exp(-|x|) and t = u/(2 + u) <= 1/3, log1p(u) = 2 artanh(t), a short series.
+    With JAX's own, ten minibatches of pFedBayes take 22.0 instead of 16.7 ms on CPU,
+    most of the difference in log1p. With u = exp(-|x|) and t = u/(2 + u) <= 1/3,
+    log1p(u) = 2 artanh(t), a short series (its rest is at most about 1e-12).
     """
     u = jnp.exp(-jnp.abs(x))
     t = u / (2 + u)
-    series = jnp.polyval(jnp.array([1 / k for k in range(15, 0, -2)]), t * t)
+    series = jnp.polyval(jnp.array([1 / k for k in range(21, 0, -2)]), t * t)
     return jnp.maximum(x, 0) + 2 * t * series
 
 

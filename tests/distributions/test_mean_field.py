@@ -220,7 +220,7 @@ def test_from_moments_has_zero_gradient(link):
         )
         value, gradient = jax.jit(jax.value_and_grad(objective))(best)
         for leaf in jax.tree.leaves(gradient):
-            np.testing.assert_allclose(leaf, 0, atol=1e-9)
+            np.testing.assert_allclose(leaf, 0, atol=1e-12)
         averaged = jax.tree.map(lambda leaf: leaf.mean(0), q)  # of mu and rho
         assert objective(averaged) > value + 0.01
 
