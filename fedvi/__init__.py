@@ -4,6 +4,7 @@ from fedvi.algorithm import (
     Aggregate,
     Algorithm,
     ClientOutput,
+    Importance,
     StackedAggregate,
     Task,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "ClientData",
     "ClientOutput",
     "Federation",
+    "Importance",
     "LocalTraining",
     "RoundMetrics",
     "StackedAggregate",

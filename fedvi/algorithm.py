@@ -5,7 +5,8 @@ Every function sees ONE client: no function has a leading clients axis.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -16,6 +17,7 @@ __all__ = [
     "Aggregate",
     "Algorithm",
     "ClientOutput",
+    "Importance",
     "StackedAggregate",
     "Task",
 ]
@@ -101,6 +103,22 @@ class StackedAggregate(NamedTuple):
     population: int
 
 
+class Importance(NamedTuple):
+    """A measure of how much each client matters in a round, for selection.
+
+    Attributes:
+      report: `(key, server, client, data) -> pytree`, what a client tells the server
+        before the cohort is chosen; `server` is what `broadcast` lets through.
+      score: `(server, reports, counts) -> [clients]` float, from the reports of all
+        clients, leaves `[clients, ...]`. `counts` is `[clients]` bool, False for
+        an empty client and for one whose report is not finite; its report is zeros
+        then, and its score is not looked at.
+    """
+
+    report: Callable[..., Any]
+    score: Callable[..., jax.Array]
+
+
 def no_client_state(key, server) -> tuple:
     """The `init_client` of an algorithm whose clients keep nothing."""
     del key, server
@@ -131,8 +149,10 @@ class Algorithm(NamedTuple):
       init_client: `(key, server) -> client`, what a client keeps between rounds.
       broadcast: `(server) -> server` with the fields that are not sent emptied;
         its size is the bytes down.
-      score: optional `(key, server, client, data) -> scalar`, a client's importance
-        for selection.
+      importance: measures of the clients' importance by name, for the selections
+        that are based on one.
+      cohort: clients that take part in a round where the method itself says so: a
+        number, or "all" of those that may; None: as many as the user wants.
       assign: optional, for clustered methods, `(key, server, client, data) ->
         (cluster [] int32, server)`: the cluster that a client's training data belong
         to, and that cluster's global model, which `global_predictive` gets as the
@@ -150,6 +170,7 @@ class Algorithm(NamedTuple):
     personal_predictive: Callable[..., jax.Array]
     init_client: Callable[..., Client] = no_client_state
     broadcast: Callable[[Server], Server] = send_all
-    score: Callable[..., jax.Array] | None = None
+    importance: Mapping[str, Importance] = MappingProxyType({})
+    cohort: int | Literal["all"] | None = None
     assign: Callable[..., tuple[jax.Array, Server]] | None = None
     reduce: str = "sum"

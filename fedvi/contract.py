@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, StackedAggregate
+from fedvi.selection import Selection
 
-__all__ = ["check"]
+__all__ = ["check", "check_selection"]
 
 
 def check(algorithm: Algorithm, train, test, population: int) -> None:
@@ -35,12 +36,13 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
     key, round = jax.random.key(0), jnp.int32(0)
     data = _one_client(train)
     server = jax.eval_shape(algorithm.init, key)
+    message = jax.eval_shape(algorithm.broadcast, server)
     client = jax.eval_shape(algorithm.init_client, key, server)
     output = jax.eval_shape(
         lambda *args: _as_output(algorithm.client_update(*args)),
         key,
         round,
-        jax.eval_shape(algorithm.broadcast, server),
+        message,
         client,
         data,
     )
@@ -55,6 +57,9 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
         output,
     )
     _same("server_update", "the server's state", server, after)
+    for name, measure in algorithm.importance.items():
+        report = jax.eval_shape(measure.report, key, message, client, data)
+        _check_score(name, measure, server, report)
     own_server = server
     if algorithm.assign is not None:
         found = jax.eval_shape(algorithm.assign, key, server, client, data)
@@ -72,6 +77,46 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
                 f"{name} returns shape {shape} for {examples.y.shape[0]} examples: "
                 "return log-probabilities [samples, batch, classes]"
             )
+
+
+def check_selection(algorithm: Algorithm, selection: Selection) -> None:
+    """Checks that a selection suits an algorithm.
+
+    Raises:
+      ValueError: the algorithm needs a cohort of another size, or does not have the
+        measure of importance that the selection goes by.
+    """
+    if selection.measure is not None and selection.measure not in algorithm.importance:
+        known = ", ".join(algorithm.importance) or "none"
+        raise ValueError(
+            f"selection by measure={selection.measure!r}: {algorithm.name} has "
+            f"{known}; use uniform or round_robin, or one of those"
+        )
+    everyone = selection.candidates
+    wanted = algorithm.cohort
+    if wanted == "all":
+        wanted = selection.clients if everyone is None else len(everyone)
+    if wanted is not None and selection.size != wanted:
+        raise ValueError(
+            f"selection of {selection.size} clients a round does not suit "
+            f"{algorithm.name}, which takes {wanted}: select participants={wanted}"
+        )
+
+
+def _check_score(name: str, measure, server, report) -> None:
+    """`score` gives one float per client."""
+    clients = 3  # any number that nothing else is
+    reports = jax.tree.map(
+        lambda r: jax.ShapeDtypeStruct((clients, *r.shape), r.dtype), report
+    )
+    counts = jax.ShapeDtypeStruct((clients,), bool)
+    scores = jax.eval_shape(measure.score, server, reports, counts)
+    shape, dtype = jnp.shape(scores), getattr(scores, "dtype", None)
+    if shape != (clients,) or dtype != jnp.float32:
+        raise ValueError(
+            f"importance[{name!r}].score returns {dtype}{list(shape)} for {clients} "
+            "clients: return float32 [clients]"
+        )
 
 
 def _check_assign(found):

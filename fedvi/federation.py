@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedvi import checks, client_evaluation, contract
-from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
+from fedvi.algorithm import Aggregate, Algorithm, Importance, StackedAggregate
 from fedvi.client_evaluation import take
 from fedvi.cohort import map_reduce
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.keys import Purpose, derive
-from fedvi.selection import Selection, full
+from fedvi.selection import Choice, Selection, full
 
 __all__ = ["Federation", "RoundMetrics", "State"]
 
@@ -46,12 +46,14 @@ class RoundMetrics(NamedTuple):
       failed: [cohort] bool, the client returned a NaN or an infinity: its upload was
         left out and its own state kept.
       metrics: dict of scalars, means over the participants that counted.
+      choice: how a selection by importance came to this cohort; () for others.
     """
 
     client_ids: jax.Array
     empty: jax.Array
     failed: jax.Array
     metrics: dict[str, jax.Array]
+    choice: Choice | tuple[()] = ()
 
 
 def _all_finite(tree) -> jax.Array:
@@ -89,9 +91,10 @@ class Federation:
         batch statistics the figure matters.
 
     Raises:
-      ValueError: a selection for another number of clients, train and test of
-        different numbers of clients, no training example at all, a size below 1, or
-        an algorithm that breaks the contract (`fedvi.contract`).
+      ValueError: a selection for another number of clients, of a cohort that the
+        algorithm does not take or by a measure that it does not have; train and test
+        of different numbers of clients, no training example at all, a size below 1,
+        or an algorithm that breaks the contract (`fedvi.contract`).
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Federation:
                 "selection may pick"
             )
         contract.check(algorithm, train, test, self.population)
+        contract.check_selection(algorithm, self.selection)
         # The state stays where it is first put: else the second call compiles again.
         place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.train, self.test = jax.device_put((train, test), place)
@@ -224,8 +228,8 @@ class Federation:
     def _round(self, state: State, train: ClientData):
         """Selects, trains the cohort, aggregates, updates the server."""
         algorithm, round = self.algorithm, state.round
-        ids = self._select(state, train)
         message = algorithm.broadcast(state.server)
+        ids, choice = self._select(state, message, train)
         sums, outputs = self._over_clients(
             self._client, (state.key, round, message, state.clients, train), ids
         )
@@ -258,7 +262,7 @@ class Federation:
         metrics = jax.tree.map(
             lambda m: m / jnp.maximum(participants, 1), sums["metrics"]
         )
-        info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics)
+        info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
         return State(server, clients, round + 1, state.key), info
 
     def _client(self, operands, client_id):
@@ -298,24 +302,43 @@ class Federation:
             sums["statistics"] = jax.tree.map(lambda s: weight * s, statistics)
         return sums, outputs
 
-    def _select(self, state: State, train: ClientData):
-        scores = None
-        if self.selection.needs_scores:
-            _, scores = self._over_clients(
-                self._score,
-                (state.key, state.round, state.server, state.clients, train),
-                jnp.arange(self.clients),
-            )
+    def _select(self, state: State, message: Any, train: ClientData):
+        """(ids of the cohort, how they were chosen)."""
+        scores, counts = None, None
+        if self.selection.measure is not None:
+            scores, counts = self._scores(state, message, train)
         key = derive(state.key, Purpose.SELECT, state.round)
-        return self.selection.select(key, state.round, scores)
+        return self.selection.select(key, state.round, scores, counts)
 
-    def _score(self, operands, client_id):
-        key, round, server, clients, train = operands
-        return (), self.algorithm.score(
-            derive(key, Purpose.SCORE, round, client_id),
-            server,
+    def _scores(self, state: State, message: Any, train: ClientData):
+        """`[clients]` scores of the candidates, and who of all holds data."""
+        measure = self.algorithm.importance[self.selection.measure]
+        candidates = self.selection.candidates
+        ids = jnp.arange(self.clients) if candidates is None else candidates
+        _, (reports, finite) = self._over_clients(
+            partial(self._report, measure),
+            (state.key, state.round, message, state.clients, train),
+            jnp.asarray(ids),
+        )
+        holds_data = train.size[ids] > 0
+        scores = measure.score(state.server, reports, finite & holds_data)
+        scores = jnp.where(finite, scores, jnp.nan)
+        everyone = jnp.zeros(self.clients, scores.dtype).at[ids].set(scores)
+        return everyone, train.size > 0
+
+    def _report(self, measure: Importance, operands, client_id):
+        """`((), (report, whether it is finite))`; zeros where it is not."""
+        key, round, message, clients, train = operands
+        report = measure.report(
+            derive(key, Purpose.REPORT, round, client_id),
+            message,
             take(clients, client_id),
             take(train, client_id),
+        )
+        finite = _all_finite(report)
+        return (), (
+            jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), report),
+            finite,
         )
 
     def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:

@@ -23,7 +23,7 @@ class Purpose(enum.IntEnum):
     PERSONALISE = 5
     PREDICT_GLOBAL = 6
     PREDICT_PERSONAL = 7
-    SCORE = 8
+    REPORT = 8
     ASSIGN = 9
 
 

@@ -10,6 +10,7 @@ import optax
 from fedvi import checks
 
 __all__ = [
+    "OPTIMIZERS",
     "Batch",
     "LocalTraining",
     "cross_entropy",
@@ -17,6 +18,9 @@ __all__ = [
     "minimise",
     "num_steps",
 ]
+
+
+OPTIMIZERS = ("sgd", "adam", "adagrad", "rmsprop")
 
 
 class Batch(NamedTuple):
@@ -36,7 +40,10 @@ class LocalTraining(NamedTuple):
       learning_rate: a number, or a function of the round (an optax schedule).
       momentum: heavy-ball momentum of SGD in [0, 1).
       augment: optional `(key, x [batch, ...]) -> x` on raw inputs.
-      optimizer: "sgd", or "adam" with optax's defaults (pFedBayes, BPFed).
+      optimizer: "sgd"; "adam" with optax's defaults (pFedBayes, BPFed); "adagrad",
+        whose first step is ± the rate (DSVGD); "rmsprop" with decay 0.9 and a second
+        moment that starts at the first squared gradient (DSVGD's public code, which
+        calls it AdaGrad).
       steps: R, minibatches a round; None: as many as `epochs` take. The last epoch
         that they need is left unfinished. An empty client takes none.
     """
@@ -54,7 +61,7 @@ class LocalTraining(NamedTuple):
         checks.at_least("epochs", self.epochs, 0)
         checks.at_least("batch_size", self.batch_size, 1)
         checks.fraction("momentum", self.momentum)
-        checks.one_of("optimizer", self.optimizer, ("sgd", "adam"))
+        checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.steps is not None:
             checks.at_least("steps", self.steps, 1)
         if not callable(self.learning_rate):
@@ -73,7 +80,43 @@ class LocalTraining(NamedTuple):
         rate = self.learning_rate_at(round)
         if self.optimizer == "adam":
             return optax.adam(rate)
+        if self.optimizer == "adagrad":
+            return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-16)
+        if self.optimizer == "rmsprop":
+            return optax.chain(_scale_by_rms(), optax.scale(-rate))
         return optax.sgd(rate, self.momentum or None)
+
+
+class _Rms(NamedTuple):
+    """State of `_scale_by_rms`: the mean square of the gradients, steps so far."""
+
+    mean_square: Any
+    count: jax.Array
+
+
+def _scale_by_rms(decay: float = 0.9, eps: float = 1e-8):
+    """G <- g² at first, then decay·G + (1 - decay)·g²; g / (√G + eps).
+
+    optax's `scale_by_rms` starts from a constant, or corrects the bias in another way:
+    over the ten steps of a visit the three differ.
+    """
+
+    def init(params):
+        return _Rms(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+
+    def update(gradients, state, params=None):
+        kept = jnp.where(state.count == 0, 0.0, decay)
+        mean_square = jax.tree.map(
+            lambda m, g: kept * m + (1.0 - kept) * jnp.square(g),
+            state.mean_square,
+            gradients,
+        )
+        scaled = jax.tree.map(
+            lambda m, g: g / (jnp.sqrt(m) + eps), mean_square, gradients
+        )
+        return scaled, _Rms(mean_square, state.count + 1)
+
+    return optax.GradientTransformation(init, update)
 
 
 def cross_entropy(logits, labels, mask):

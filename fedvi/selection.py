@@ -1,5 +1,6 @@
 """Which clients take part in a round."""
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,7 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Selection", "full", "uniform"]
+from fedvi import checks
+
+__all__ = ["Choice", "Selection", "full", "proportional", "round_robin", "uniform"]
+
+
+class Choice(NamedTuple):
+    """How a selection that goes by the clients' importance came to its cohort.
+
+    Attributes:
+      probabilities: `[clients]` of the first draw; a cohort of several is drawn
+        without replacement.
+      invalid: `[clients]` bool, candidates with data whose report or score was not
+        finite: they have probability 0.
+      clipped: `[]` share of Σ|score| that was negative and counted as 0.
+      uniform: `[]` bool, no score was positive: all candidates had the same chance.
+    """
+
+    probabilities: jax.Array
+    invalid: jax.Array
+    clipped: jax.Array
+    uniform: jax.Array
 
 
 class Selection(NamedTuple):
@@ -17,18 +38,20 @@ class Selection(NamedTuple):
     Attributes:
       clients: number of clients of the federation.
       size: cohort size N_f, static.
-      select: `(key, round, scores) -> [size]` int32 client ids, all different.
-        `scores` is `[clients]` where `needs_scores`, else None.
-      needs_scores: whether the round computes the algorithm's `score` of every
-        client first.
+      select: `(key, round, scores, counts) -> (ids [size] int32, all different, Choice
+        or ())`. Where `measure` is given, `scores` is `[clients]`, NaN where a
+        client's report was not finite, and `counts` `[clients]` bool marks the clients
+        with data; else both are None.
+      measure: name of the algorithm's `importance` that the rule goes by, of which
+        the round then computes every candidate's score; None: none.
       candidates: ids of the clients that can be picked, the population of N clients;
         None: all.
     """
 
     clients: int
     size: int
-    select: Callable[..., jax.Array]
-    needs_scores: bool = False
+    select: Callable[..., tuple[jax.Array, Choice | tuple[()]]]
+    measure: str | None = None
     candidates: np.ndarray | None = None
 
 
@@ -68,9 +91,11 @@ def full(
     """
     ids = _ids(clients, candidates)
     _check(len(ids), len(ids))
-    return Selection(
-        clients, len(ids), lambda key, round, scores: jnp.asarray(ids), candidates=ids
-    )
+
+    def select(key, round, scores, counts):
+        return jnp.asarray(ids), ()
+
+    return Selection(clients, len(ids), select, candidates=ids)
 
 
 def uniform(
@@ -94,7 +119,113 @@ def uniform(
     if participants == len(ids):
         return full(clients, ids)
 
-    def select(key, round, scores):
-        return jax.random.permutation(key, jnp.asarray(ids))[:participants]
+    def select(key, round, scores, counts):
+        return jax.random.permutation(key, jnp.asarray(ids))[:participants], ()
 
     return Selection(clients, participants, select, candidates=ids)
+
+
+def round_robin(
+    clients: int, participants: int, order: Sequence[int] | np.ndarray | None = None
+) -> Selection:
+    """The next `participants` of the clients, in a fixed order, over and over.
+
+    Args:
+      clients: number of clients of the federation.
+      participants: N_f, clients in a round.
+      order: ids of the clients that take part, in the order of their turns; default:
+        all, by id.
+
+    Raises:
+      ValueError: participants not a whole number from 1 to the number of turns, or an
+        order that is not of different ids.
+    """
+    ids = _ids(clients, order)
+    _check(len(ids), participants)
+    turns = np.asarray(ids if order is None else order, np.int32)
+
+    def select(key, round, scores, counts):
+        places = round * participants + jnp.arange(participants)
+        return jnp.asarray(turns)[places % len(turns)], ()
+
+    return Selection(clients, participants, select, candidates=ids)
+
+
+def proportional(
+    clients: int,
+    participants: int,
+    measure: str,
+    *,
+    temperature: float = 1.0,
+    floor: float = 1e-6,
+    candidates: Sequence[int] | np.ndarray | None = None,
+) -> Selection:
+    r"""In proportion to the clients' importance, a cohort without replacement.
+
+    $P_k = (1 - f) \frac{\max(s_k, 0)^{1/T}}{\sum_m \max(s_m, 0)^{1/T}} + f / N$:
+    with T = 1 it is Eq. 17 of Yang, Liu and Kassab for the KSD and Eq. 24 for the HIP,
+    whose inner products may be negative and then are no distribution.
+
+    A client without data, and one whose score is not finite, has P_k = 0. If no score
+    is positive, all the others have the same chance.
+
+    Args:
+      clients: number of clients of the federation.
+      participants: N_f, clients in a round.
+      measure: name of the algorithm's `importance`, such as "ksd".
+      temperature: T ≥ 0: 1 as in the paper; between 0 and 1 sharper, above 1 flatter;
+        0 takes the clients of the largest scores (greedy).
+      floor: f in [0, 1], the share that is uniform, so that no client is lost for
+        good; 0 with temperature 0 is an argmax.
+      candidates: ids of those that may take part; default: all.
+
+    Raises:
+      ValueError: as `uniform`; a negative or NaN temperature, or a floor outside
+        [0, 1].
+    """
+    ids = _ids(clients, candidates)
+    _check(len(ids), participants)
+    checks.at_least("temperature", temperature, 0)
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor={floor!r} must lie in [0, 1]")
+    allowed = np.isin(np.arange(clients), ids)
+
+    def select(key, round, scores, counts):
+        present = allowed & counts
+        valid = present & jnp.isfinite(scores)
+        choice = _probabilities(scores, valid, present, temperature, floor)
+        # With fewer clients of positive probability than places, the places left over
+        # go to present ones before absent ones.
+        order = jnp.where(
+            choice.probabilities > 0, jnp.log(choice.probabilities), -1e30
+        )
+        order = jnp.where(present, order, jnp.where(allowed, -2e30, -jnp.inf))
+        noise = jax.random.gumbel(key, (clients,))
+        _, chosen = jax.lax.top_k(order + noise, participants)
+        return chosen.astype(jnp.int32), choice
+
+    return Selection(clients, participants, select, measure, ids)
+
+
+def _probabilities(scores, valid, present, temperature, floor) -> Choice:
+    size = jnp.where(valid, jnp.abs(scores), 0.0)
+    positive = jnp.where(valid, jnp.maximum(scores, 0.0), 0.0)
+    largest = positive.max()
+    if temperature == 0:
+        weights = (positive == largest).astype(jnp.float32)
+    elif math.isinf(temperature):
+        weights = (positive > 0).astype(jnp.float32)
+    else:  # the largest is 1: neither a sum of squares nor a power overflows
+        relative = positive / jnp.where(largest > 0, largest, 1.0)
+        weights = relative ** (1.0 / temperature)
+    flat = largest == 0
+    everyone = jnp.where(valid.any(), valid, present)
+    even = everyone / jnp.maximum(everyone.sum(), 1)
+    shares = weights / jnp.maximum(weights.sum(), 1e-30)
+    probabilities = jnp.where(flat, even, (1.0 - floor) * shares + floor * even)
+    return Choice(
+        probabilities=probabilities,
+        invalid=present & ~valid,
+        clipped=(size - positive).sum() / jnp.maximum(size.sum(), 1e-30),
+        uniform=flat,
+    )

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from fedvi.algorithm import Algorithm, Task
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
+from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.sfedbayes import sfedbayes
@@ -22,6 +24,7 @@ __all__ = [
     "build",
     "centralised",
     "cfedbayes",
+    "dsvgd",
     "fedabml",
     "fedavg",
     "fedbabu",
@@ -30,6 +33,7 @@ __all__ = [
     "fedprox",
     "local_only",
     "options_of",
+    "parallel_dsvgd",
     "pfedbayes",
     "register",
     "sfedbayes",
@@ -61,6 +65,8 @@ for _builder in (
     cfedbayes,
     bpfed,
     fedabml,
+    dsvgd,
+    parallel_dsvgd,
     local_only,
     centralised,
 ):

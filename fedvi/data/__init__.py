@@ -9,10 +9,12 @@ from fedvi.data.client_data import (
     hold_out,
 )
 from fedvi.data.clusters import CLUSTER_TRANSFORMS, join_halves, transform_half
+from fedvi.data.label_filters import keep_classes, one_against_rest
 from fedvi.data.partitions import (
     PARTITIONS,
     Partition,
     by_group,
+    class_majority,
     class_shards,
     class_subsets,
     dirichlet,
@@ -32,6 +34,7 @@ __all__ = [
     "Partition",
     "by_group",
     "class_histogram",
+    "class_majority",
     "class_shards",
     "class_subsets",
     "crop_and_flip",
@@ -41,8 +44,10 @@ __all__ = [
     "hold_out",
     "iid",
     "join_halves",
+    "keep_classes",
     "label_sorted_shards",
     "load",
+    "one_against_rest",
     "partition",
     "pixel_statistics",
     "standardise",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fedvi.checks import at_least, one_of
+from fedvi.data.class_majority import class_majority
 from fedvi.data.dealing import Partition
 from fedvi.data.label_skew import (
     class_shards,
@@ -19,6 +20,7 @@ __all__ = [
     "PARTITIONS",
     "Partition",
     "by_group",
+    "class_majority",
     "class_shards",
     "class_subsets",
     "dirichlet",
@@ -96,6 +98,7 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
         class_shards,
         label_sorted_shards,
         class_subsets,
+        class_majority,
         dirichlet,
         iid,
         by_group,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedvi.data import readers, tfds_reader
+from fedvi.data import covertype, readers, tfds_reader
 
 __all__ = ["KNOWN_CLASSES", "Dataset", "load", "validate"]
 
@@ -17,6 +17,8 @@ KNOWN_CLASSES = {
     "emnist": 62,
     "cifar10": 10,
     "cifar100": 100,
+    "covertype": covertype.CLASSES,
+    "covertype_standin": covertype.CLASSES,
 }
 
 # Where Debian's package dataset-fashion-mnist puts the official idx files.
@@ -50,19 +52,23 @@ def load(
        and `test_group` (or `train_writer`, `test_writer`) are natural ids;
     2. `digits`: scikit-learn's 1,797 images of 8x8 pixels, scaled to 0..255, in a
        fixed stratified split of 1,437 / 360;
-    3. idx files (plain or gz) in `data_dir`; for `fashion_mnist` without a
+    3. `covertype`: scikit-learn's copy in `data_dir` (default: its own folder), in a
+       fixed random split of 80 / 20; nothing is downloaded;
+    4. `covertype_standin`: a synthetic Gaussian mixture of its shape, 10,000 / 2,500;
+    5. idx files (plain or gz) in `data_dir`; for `fashion_mnist` without a
        `data_dir` also where Debian's `dataset-fashion-mnist` puts them;
-    4. tensorflow-datasets' copy in `data_dir` (default: its own folder). Copies in
+    6. tensorflow-datasets' copy in `data_dir` (default: its own folder). Copies in
        array_record format need no TensorFlow. A set that is not prepared yet is
        downloaded only if TensorFlow (the extra `tf`) is installed.
 
     Args:
       name: `digits`, `fashion_mnist`, `mnist`, `emnist` (ByClass, upright),
-        `cifar10`, `cifar100`, or any other tensorflow-datasets name; with
-        `data_file` any name. Known names fix the number of classes, else it is the
-        largest label + 1.
+        `cifar10`, `cifar100`, `covertype`, `covertype_standin`, or any other
+        tensorflow-datasets name; with `data_file` any name. Known names fix the number
+        of classes, else it is the largest label + 1.
       data_file: path of an `.npz` file.
-      data_dir: folder with idx files or with prepared tensorflow-datasets copies.
+      data_dir: folder with idx files, with prepared tensorflow-datasets copies or
+        with scikit-learn's data.
 
     Raises:
       ValueError: nothing found (names the file or set, and the ways to supply it),
@@ -72,6 +78,10 @@ def load(
         found = readers.read_npz(name, Path(data_file))
     elif name == "digits":
         found = readers.read_digits()
+    elif name == "covertype":
+        found = covertype.read_covertype(data_dir)
+    elif name == "covertype_standin":
+        found = covertype.read_covertype_standin()
     else:
         folder = data_dir if data_dir is not None else IDX_FOLDERS.get(name)
         found = readers.read_idx(name, Path(folder)) if folder is not None else None

@@ -1,6 +1,6 @@
 """Evaluation: accuracy, calibration and uncertainty of predictions over clients."""
 
-from fedvi.evaluation.batches import score_in_batches
+from fedvi.evaluation.batches import fold_batches, score_in_batches
 from fedvi.evaluation.clustering import adjusted_rand_index
 from fedvi.evaluation.metrics import Scores, reliability, score, summarise
 from fedvi.evaluation.predictive import predictive_log_probs, predictive_uncertainty
@@ -11,6 +11,7 @@ __all__ = [
     "Uncertainty",
     "adjusted_rand_index",
     "auroc",
+    "fold_batches",
     "predictive_log_probs",
     "predictive_uncertainty",
     "reliability",

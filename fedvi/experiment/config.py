@@ -21,6 +21,7 @@ PARTITION_OPTIONS = (
     "test_per_class",
     "pool",
     "retries",
+    "majority",
 )
 
 
@@ -56,6 +57,16 @@ class ExperimentConfig:
     data_dir: str | None = setting(
         None, "Folder of idx files or of prepared tensorflow-datasets copies."
     )
+    keep_classes: tuple[int, ...] = setting(
+        (),
+        "Only examples of these classes, relabelled in this order (DSVGD: digits 0 "
+        "to 8).",
+    )
+    one_against_rest: int | None = setting(
+        None,
+        "Two classes: 1 for this one, 0 for the rest (Covertype: 1, lodgepole pine, as "
+        "in LIBSVM's covtype.binary).",
+    )
     partition: str = setting(
         "class_shards", "How the data are split over clients (FedHB §6: class_shards)."
     )
@@ -87,6 +98,9 @@ class ExperimentConfig:
     )
     retries: int | None = setting(
         None, "Draws until every client has min_size (dirichlet).", at_least=1
+    )
+    majority: float | None = setting(
+        None, "Share of a client's majority class (class_majority).", above=0, below=1
     )
     cluster_transform: str = setting(
         "none",

@@ -20,8 +20,9 @@ class LoadedData(NamedTuple):
     Attributes:
       federated: the clients' data; `test` holds what is evaluated on, which with
         `validation_fraction` is a part of the training data.
-      mean: pixel mean of the training split of `dataset`, `[channels]`; with
-        `second_dataset` and `cluster_transform` too it serves every client.
+      mean: pixel mean of the training split of `dataset`, `[channels]`, of the
+        classes that are kept; with `second_dataset` and `cluster_transform` too it
+        serves every client.
       std: its standard deviation.
       ood: the evaluated part of `ood_dataset`, if one is given.
     """
@@ -41,9 +42,7 @@ def load_data(config: ExperimentConfig) -> LoadedData:
       ValueError: missing or invalid data, a partition that they do not allow, or
         nothing to evaluate on.
     """
-    dataset = data.load(
-        config.dataset, data_file=config.data_file, data_dir=config.data_dir
-    )
+    dataset = _dataset(config, config.dataset, config.data_file)
     if config.augment and dataset.train_x.ndim != 4:
         raise ValueError(
             f"augment=True needs images, but {config.dataset!r} holds features of "
@@ -61,6 +60,18 @@ def load_data(config: ExperimentConfig) -> LoadedData:
         )
     mean, std = data.pixel_statistics(dataset.train_x)
     return LoadedData(federated, mean, std, _out_of_distribution(config, federated))
+
+
+def _dataset(
+    config: ExperimentConfig, name: str, data_file: str | None
+) -> data.Dataset:
+    """A data set with the classes that the configuration asks for."""
+    dataset = data.load(name, data_file=data_file, data_dir=config.data_dir)
+    if config.keep_classes:
+        dataset = data.keep_classes(dataset, config.keep_classes)
+    if config.one_against_rest is not None:
+        dataset = data.one_against_rest(dataset, config.one_against_rest)
+    return dataset
 
 
 def _federated(config: ExperimentConfig, dataset: data.Dataset) -> FederatedData:
@@ -85,11 +96,7 @@ def _clustered(
         if config.cluster_transform == "none":
             return federated
         return data.transform_half(federated, config.cluster_transform)
-    second = data.load(
-        config.second_dataset,
-        data_file=config.second_data_file,
-        data_dir=config.data_dir,
-    )
+    second = _dataset(config, config.second_dataset, config.second_data_file)
     # One folder of idx files holds one data set, whatever its name.
     if np.array_equal(second.train_x, dataset.train_x):
         raise ValueError(

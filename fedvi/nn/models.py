@@ -33,6 +33,26 @@ class Logistic(nn.Module):
         return Dense(self.classes, name=HEAD)(_flatten(x))
 
 
+class BinaryLogistic(nn.Module):
+    """Logistic regression of two classes, log p(1|x)/p(0|x) = w·x, without a bias.
+
+    The model of Bayesian logistic regression (Gershman et al. 2012; DSVGD): one weight
+    per input; the body is empty.
+    """
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.classes != 2:
+            raise ValueError(
+                f"model='binary_logistic' has two classes, not {self.classes}: use "
+                "'logistic', or keep two classes (one_against_rest)"
+            )
+        logit = Dense(1, use_bias=False, name=HEAD)(_flatten(x))
+        return jnp.concatenate([jnp.zeros_like(logit), logit], axis=-1)
+
+
 class MLP(nn.Module):
     """ReLU network on the flattened input, `hidden` units a layer (FedHB: 256)."""
 
@@ -147,6 +167,7 @@ class ResNet18(nn.Module):
 # A module of your own becomes a `Model` by `from_flax`.
 MODELS: dict[str, type[nn.Module]] = {
     "logistic": Logistic,
+    "binary_logistic": BinaryLogistic,
     "mlp": MLP,
     "lenet": LeNet,
     "fedrep_cnn": FedRepCNN,
@@ -210,7 +231,7 @@ def _check_size(
     preprocess: Callable[[jax.Array], jax.Array] | None,
 ) -> None:
     """Raises a ValueError if the preprocessed images do not fit the network."""
-    if name in ("logistic", "mlp"):
+    if name in ("logistic", "binary_logistic", "mlp"):
         return
     raw = jax.ShapeDtypeStruct((1, *input_shape), jnp.float32)
     shape = jax.eval_shape(preprocess, raw).shape[1:] if preprocess else input_shape

@@ -57,6 +57,7 @@ def test_by_group_has_no_more_clients_than_writers():
         ("label_sorted_shards", {}),
         ("class_subsets", {"classes_per_client": 2, "train_per_class": 2,
                            "test_per_class": 1}),
+        ("class_majority", {"majority": 0.5}),
         ("dirichlet", {"alpha": 1.0}),
         ("iid", {}),
         ("by_group", {}),

@@ -34,6 +34,20 @@ def test_feature_statistics_are_exact_far_from_zero():
     assert std[2] == 1.0  # constant
 
 
+def test_rare_one_hot_features_stay_finite():
+    """One 1 in n rows standardises to about √n; a column of zeros stays as it is."""
+    n = 10_000
+    x = np.zeros((n, 3), np.float32)
+    x[17, 0] = 1
+    x[:, 2] = np.arange(n) % 7000  # beside a feature of a quite other scale
+    mean, std = pixel_statistics(x)
+    unseen = np.array([[0, 1, 0]], np.float32)
+    got = np.asarray(standardise(mean, std)(jnp.asarray(np.concatenate([x, unseen]))))
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[17, 0], np.sqrt(n - 1), rtol=1e-4)
+    assert (got[:-1, 1] == 0).all() and got[-1, 1] == 1
+
+
 def test_constant_pixels_have_std_1():
     mean, std = pixel_statistics(np.full((3, 2, 2, 1), 51, np.uint8))
     np.testing.assert_allclose(mean, [0.2], rtol=1e-6)

@@ -1,10 +1,11 @@
-"""Loading of out-of-distribution data; that of the clients is in test_build."""
+"""Chosen classes and out-of-distribution data; the rest is in test_build."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
+from fedvi import data
 from fedvi.experiment import build
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.loading import load_data
@@ -97,3 +98,35 @@ def test_training_clients_need_ood_data(ood_file):
     nothing = loaded.ood._replace(size=np.zeros_like(loaded.ood.size))
     with pytest.raises(ValueError, match="no training client has test data of it"):
         build.experiment(CONFIG, loaded=loaded._replace(ood=nothing))
+
+
+def test_classes_are_chosen_before_the_data_are_dealt_and_measured(ood_file):
+    config = change(keep_classes=(3, 8, 0), ood_data_file=ood_file)
+    loaded = load_data(config)
+    whole = data.load("digits")
+    kept = np.isin(whole.train_y, (3, 8, 0))
+    assert loaded.federated.classes == 3
+    assert loaded.federated.train.size.sum() == kept.sum()
+    mean, std = data.pixel_statistics(whole.train_x[kept])
+    np.testing.assert_array_equal(loaded.mean, mean)
+    np.testing.assert_array_equal(loaded.std, std)
+    # The six test images of each of the three classes.
+    assert loaded.ood.size.sum() == 18 and set(loaded.ood.y.flat) == {0, 1, 2}
+
+    binary = load_data(dataclasses.replace(config, one_against_rest=1)).federated
+    eights = (whole.train_y == 8).sum()
+    assert binary.classes == 2 and binary.train.y.sum() == eights
+    fidelity = "only classes 3, 8, 0, as 0..2; label 1 is class 1, 0 the rest"
+    assert fidelity in binary.fidelity
+
+
+def test_the_second_data_set_has_the_same_classes(ood_file):
+    config = change(
+        one_against_rest=0,
+        ood_dataset=None,
+        second_dataset="noise",
+        second_data_file=ood_file,
+    )
+    federated = load_data(config).federated
+    # Clients 3 and 4 are of the second data set.
+    assert federated.classes == 2 and set(federated.train.y[3:].flat) == {0, 1}
