@@ -70,8 +70,8 @@ def dsvgd(
       kde_bandwidth: standard deviation of the estimates' kernel (0.55).
       kernel: of SVGD and the discrepancies: "rbf" (the papers) or "imq".
       local_loop_steps: L'; default L.
-      report_batch_size: examples from which a client computes its report; default:
-        all of them, the likelihood of the paper.
+      report_batch_size: examples, drawn with replacement, from which a client computes
+        its report; default: all it has, the likelihood of the paper.
 
     Raises:
       ValueError: an option outside its range; first_t="one" with kde="off", which

@@ -180,19 +180,23 @@ class SteinClient(NamedTuple):
     def report_scores(self, key, server, client, data):
         """∇ log p_k at the global particles (step 4 of Algorithm 2)."""
         q, scores_of = server.particles, self.posterior.likelihood_scores
-        zero = jax.tree.map(jnp.zeros_like, q)
-        if self.report_batch_size is not None:
-            once = LocalTraining(batch_size=self.report_batch_size, steps=1)
-
-            def only(key, zero, batch):
-                return scores_of(q, batch, data.size)[0]
-
-            return fold_minibatches(key, data, once, only, zero)
+        capacity = data.y.shape[0]
+        drawn = self.report_batch_size
+        if drawn is not None and drawn < capacity:
+            slots = jax.random.randint(key, (drawn,), 0, jnp.maximum(data.size, 1))
+            mask = jnp.broadcast_to(data.size > 0, (drawn,))
+            batch = Batch(data.x[slots], data.y[slots], mask)
+            return scores_of(q, batch, data.size)[0]
+        if capacity <= _EXAMPLES_AT_ONCE:
+            mask = jnp.arange(capacity) < data.size
+            batch = Batch(_only_real(data.x, mask), data.y, mask)
+            return scores_of(q, batch, data.size)[0]
 
         def add(total, start, x, y, mask):
-            batch = Batch(x, y, mask)
+            batch = Batch(_only_real(x, mask), y, mask)
             return _sum(total, scores_of(q, batch, mask.sum())[0])
 
+        zero = jax.tree.map(jnp.zeros_like, q)
         return fold_batches(add, data, _EXAMPLES_AT_ONCE, zero)
 
     def hip_with_mean(self, server, reports, counts):
@@ -227,6 +231,12 @@ class SteinClient(NamedTuple):
         if self.first_t == "prior":
             return scores
         return jax.tree.map(lambda s: client.visited * s, scores)
+
+
+def _only_real(x, mask):
+    """Examples with the first in place of padding, of which a NaN would reach the
+    gradient through the mask."""
+    return jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, x[:1])
 
 
 def _sum(*trees):

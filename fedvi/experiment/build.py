@@ -11,15 +11,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedvi import algorithms, data, nn, selection
+from fedvi import algorithms, data, nn
 from fedvi.algorithm import Algorithm, Task
 from fedvi.cohort import clients_mesh
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.loading import LoadedData, load_data
-from fedvi.experiment.validation import participants
+from fedvi.experiment.selecting import cohort_size, selection_of
+from fedvi.experiment.validation import check_novel
 from fedvi.federation import Federation
 from fedvi.local import LocalTraining
+from fedvi.selection import Selection
 
 __all__ = [
     "Experiment",
@@ -32,6 +34,7 @@ __all__ = [
     "mesh",
     "on_devices",
     "resolve",
+    "selection",
     "with_finetuning",
 ]
 
@@ -40,7 +43,8 @@ class Experiment(NamedTuple):
     """All that a configuration stands for, but for the way it is run.
 
     Attributes:
-      config: what it is made from.
+      config: what it is made from; `selection` is uniform where the algorithm takes
+        all clients.
       data: every client's.
       data_sha256: of all clients' examples (hex).
       task: counts the clients that may take part in training.
@@ -136,7 +140,7 @@ def experiment(
     """
     federated, mean, std, ood = loaded or load_data(config)
     clients = len(federated.train.size)
-    cohort = participants(clients, config.fraction, config.novel_clients)
+    check_novel(clients, config.novel_clients)
     novel = _novel(config, clients)
     sizes = np.delete(federated.train.size, novel)
     model = nn.build(
@@ -171,17 +175,21 @@ def experiment(
     )
     builder = builder or partial(algorithms.build, config.algorithm)
     build_algorithm = partial(builder, **config.options)
+    algorithm = build_algorithm(task)
+    if algorithm.cohort == "all":
+        config = dataclasses.replace(config, selection="uniform")
     result = Experiment(
         config=config,
         data=federated,
         data_sha256=_sha256((federated.train, federated.test, ood)),
         task=task,
-        algorithm=build_algorithm(task),
-        participants=cohort,
+        algorithm=algorithm,
+        participants=cohort_size(config, algorithm, clients),
         novel=novel,
         build_algorithm=build_algorithm,
         ood=ood,
     )
+    selection(result)
     _check_end(result)
     return result
 
@@ -239,17 +247,28 @@ def mesh(devices: int | None) -> Mesh:
     return clients_mesh(devices)
 
 
+def selection(experiment: Experiment) -> Selection:
+    """The rule that picks the cohort, of all clients but the novel ones.
+
+    Raises:
+      ValueError: as `selecting.selection_of`.
+    """
+    return selection_of(
+        experiment.config,
+        experiment.algorithm,
+        experiment.data.train,
+        experiment.trained,
+        experiment.participants,
+    )
+
+
 def federation(experiment: Experiment, chunk_size: int, mesh: Mesh) -> Federation:
-    """The federation of an experiment, with uniform selection among all but `novel`."""
+    """The federation of an experiment."""
     return Federation(
         experiment.algorithm,
         experiment.data.train,
         experiment.data.test,
-        selection=selection.uniform(
-            len(experiment.data.train.size),
-            experiment.participants,
-            candidates=experiment.trained,
-        ),
+        selection=selection(experiment),
         chunk_size=chunk_size,
         mesh=mesh,
         eval_batch_size=experiment.config.eval_batch_size,

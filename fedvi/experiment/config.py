@@ -145,9 +145,34 @@ class ExperimentConfig:
     rounds: int = setting(320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1)
     fraction: float = setting(
         0.1,
-        "f: ⌊N·f⌋ clients take part in a round; novel_clients are no part of N.",
+        "f: ⌊N·f⌋ clients take part in a round; novel_clients are no part of N. "
+        "Methods that say how many (dsvgd: 1, parallel_dsvgd: all) ignore it.",
         above=0,
         at_most=1,
+    )
+    selection: str = setting(
+        "uniform",
+        "Who takes part: uniform, round_robin, or in proportion to a measure of "
+        "importance that the algorithm has (dsvgd: ksd, hip). Methods that take all "
+        "clients ignore it (flag: for names of --algorithm without one).",
+    )
+    selection_temperature: float = setting(
+        1.0,
+        "T of a selection by importance, P_k in proportion to s_k^(1/T) (1: the "
+        "paper; 0: the clients of the largest scores).",
+        at_least=0,
+    )
+    selection_floor: float = setting(
+        1e-6,
+        "Share of a selection by importance that is uniform, so that no client is lost "
+        "for good.",
+        at_least=0,
+        at_most=1,
+    )
+    selection_order: Literal["id", "sorted", "shuffled"] = setting(
+        "id",
+        "Turns of round_robin: by id; sorted by the clients' most frequent training "
+        "class; shuffled once with partition_seed.",
     )
     epochs: int = setting(1, "τ, local epochs a round.", at_least=1)
     batch_size: int = setting(50, "Examples a step.", at_least=1)
@@ -165,7 +190,7 @@ class ExperimentConfig:
         at_least=0,
         below=1,
     )
-    optimizer: Literal["sgd", "adam"] = setting(
+    optimizer: Literal["sgd", "adam", "adagrad", "rmsprop"] = setting(
         "sgd", "Of the clients, in training and fine-tuning."
     )
     local_steps: int | None = setting(
@@ -196,6 +221,13 @@ class ExperimentConfig:
         "included, and report the mean (FedABML: 10).",
         at_least=0,
     )
+    window: int = setting(
+        0,
+        "W: report the mean over the evaluations of the last W rounds of the global "
+        "model's figures, and the standard deviation of its accuracy between them "
+        "(client selection: 50).",
+        at_least=0,
+    )
     finetune_curve: tuple[int, ...] = setting(
         (),
         "After training, personalised accuracy after each of these numbers of "
@@ -212,8 +244,15 @@ class ExperimentConfig:
     seeds: int = setting(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 
     @property
+    def method(self) -> str:
+        """The algorithm, with its selection where that is not uniform: `dsvgd:ksd`."""
+        if self.selection == "uniform":
+            return self.algorithm
+        return f"{self.algorithm}:{self.selection}"
+
+    @property
     def participants(self) -> int:
-        """⌊N·f⌋, clients in a round."""
+        """⌊N·f⌋, clients in a round, unless the algorithm says how many."""
         return participants(self.clients, self.fraction, self.novel_clients)
 
     @property

@@ -37,7 +37,7 @@ def draw(
       False if matplotlib is not installed: nothing is drawn.
     """
     config = experiment.config
-    title = f"{config.algorithm}, {config.dataset}, {config.evaluated_on} data"
+    title = f"{config.method}, {config.dataset}, {config.evaluated_on} data"
     if not plots.learning_curves(run_dir / recorder.LEARNING_CURVES, rows, title=title):
         return False
     plots.uncertainty_curves(run_dir / recorder.UNCERTAINTY, rows, title=title)

@@ -68,17 +68,18 @@ class _NumbersParser(flags.ArgumentParser):
 
 
 class _AlgorithmsParser(flags.ArgumentParser):
-    """Registered algorithms separated by commas."""
+    """Registered algorithms separated by commas, each with or without a selection."""
 
-    syntactic_help = "names separated by commas"
+    syntactic_help = "names or name:selection separated by commas"
 
     def parse(self, argument) -> list[str]:
         names = argument.split(",") if isinstance(argument, str) else list(argument)
         for name in names:
-            if name not in ALGORITHMS:
-                raise ValueError(f"{name!r} is none of {', '.join(ALGORITHMS)}")
-        if len(set(names)) < len(names):
-            raise ValueError("an algorithm is named twice")
+            algorithm, colon, selection = name.partition(":")
+            if algorithm not in ALGORITHMS:
+                raise ValueError(f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
+            if colon and not selection:
+                raise ValueError(f"{name!r} names no selection after its colon")
         return names
 
 
@@ -96,8 +97,8 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         _AlgorithmsParser(),
         "algorithm",
         [ExperimentConfig.algorithm],
-        "One or several, run one after another on the same data and seeds: "
-        f"{', '.join(ALGORITHMS)}.",
+        "One or several, run one after another on the same data and seeds, each as "
+        f"NAME or NAME:SELECTION (dsvgd:ksd): {', '.join(ALGORITHMS)}.",
         flag_values,
         flags.CsvListSerializer(","),
     )
@@ -139,12 +140,13 @@ def parse(
 def read(
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> list[tuple[ExperimentConfig, RunOptions]]:
-    """The runs that parsed flags ask for: one per algorithm.
+    """The runs that parsed flags ask for: one per algorithm and selection.
 
     Raises:
-      flags.Error: an option that no chosen algorithm takes.
+      flags.Error: an option that no chosen algorithm takes, or one run named twice.
     """
-    algorithms = flag_values.algorithm
+    parts = [name.partition(":") for name in flag_values.algorithm]
+    algorithms = list(dict.fromkeys(algorithm for algorithm, _, _ in parts))
     given = {
         option: flag_values[option].value
         for option in _algorithm_options()
@@ -156,18 +158,32 @@ def read(
                 f"flag --{option}={value}: {', '.join(algorithms)} does not take it; "
                 f"{', '.join(_algorithm_options()[option])} does"
             )
-    name = flag_values.name or f"{'-'.join(algorithms)}_{flag_values.dataset}"
-    run_dir = Path(flag_values.run_dir or Path("runs") / name)
-    runs = []
-    for algorithm in algorithms:
+    configs = []
+    for algorithm, _, selection in parts:
         options = {k: v for k, v in given.items() if k in options_of(algorithm)}
         config = _fill(
-            ExperimentConfig, flag_values, algorithm=algorithm, options=options
+            ExperimentConfig,
+            flag_values,
+            algorithm=algorithm,
+            options=options,
+            selection=selection or flag_values.selection,
         )
-        own_dir = run_dir / algorithm if len(algorithms) > 1 else run_dir
-        chunk_size = flag_values.chunk_size
-        if chunk_size.isdecimal():
-            chunk_size = int(chunk_size)
+        configs.append(config)
+    folders = [config.method.replace(":", "_") for config in configs]
+    for config, folder in zip(configs, folders):
+        if folders.count(folder) > 1:
+            raise flags.IllegalFlagValueError(
+                f"flag --algorithm={','.join(flag_values.algorithm)}: {config.method} "
+                "is named twice"
+            )
+    name = flag_values.name or f"{'-'.join(folders)}_{flag_values.dataset}"
+    run_dir = Path(flag_values.run_dir or Path("runs") / name)
+    chunk_size = flag_values.chunk_size
+    if chunk_size.isdecimal():
+        chunk_size = int(chunk_size)
+    runs = []
+    for config, folder in zip(configs, folders):
+        own_dir = run_dir / folder if len(configs) > 1 else run_dir
         run_options = _fill(
             RunOptions, flag_values, run_dir=str(own_dir), chunk_size=chunk_size
         )

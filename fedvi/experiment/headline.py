@@ -7,7 +7,7 @@ import numpy as np
 
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.rows import MODELS
-from fedvi.experiment.schedule import is_final
+from fedvi.experiment.schedule import in_window, is_final
 
 __all__ = ["best_names", "over_seeds", "seed_figures"]
 
@@ -33,8 +33,10 @@ def seed_figures(
     Returns:
       `global` and `personal`, what the last row holds, with `novel`, the same two of
       the novel clients, or None; `mean_of_last_rounds`, the same over the last
-      `final_rounds` rounds, or None; `adjusted_rand` of the last row, or None; and
-      the two best figures under `best_names`.
+      `final_rounds` rounds, or None; `window`, the `global` means over the
+      evaluations of the last `window` rounds and the population standard deviation of
+      the accuracy (per cent) between them, or None; `adjusted_rand` of the last row,
+      or None; and the two best figures under `best_names`.
     """
     best, recent_best = best_names(config)
     recent = [row for row in rows if row["round"] > config.rounds - _RECENT]
@@ -42,6 +44,7 @@ def seed_figures(
     return {
         **_models(rows[-1]),
         "mean_of_last_rounds": over_seeds(final, np.mean) if final else None,
+        "window": _window(config, rows) if config.window else None,
         "adjusted_rand": rows[-1].get("adjusted_rand"),
         best: _largest(rows, "global_accuracy"),
         recent_best: {
@@ -58,6 +61,18 @@ def over_seeds(figures: Sequence[Any], reduce: Callable) -> Any:
             key: over_seeds([one[key] for one in figures], reduce) for key in figures[0]
         }
     return None if figures[0] is None else float(reduce(figures))
+
+
+def _window(
+    config: ExperimentConfig, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    figures = [
+        _with_prefix(row, "global_") for row in rows if in_window(config, row["round"])
+    ]
+    return {
+        "global": over_seeds(figures, np.mean),
+        "accuracy_std_between_rounds": float(np.std([f["accuracy"] for f in figures])),
+    }
 
 
 def _models(row: Mapping[str, Any]) -> dict[str, Any]:

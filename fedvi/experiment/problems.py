@@ -1,4 +1,4 @@
-"""Participants that were empty or failed, and states that are not finite any more."""
+"""Participants that were empty or failed, and what made a choice of clients hard."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedvi.federation import RoundMetrics
+from fedvi.selection import Choice
 
 __all__ = ["Problems"]
 
@@ -21,11 +22,12 @@ class Problems:
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None):
-        saved = saved or {"empty": {}, "failed": {}, "lost_rounds": {}}
-        # JSON has turned the ids into strings.
-        self._empty = Counter({int(k): v for k, v in saved["empty"].items()})
-        self._failed = Counter({int(k): v for k, v in saved["failed"].items()})
-        self._lost = Counter({int(k): v for k, v in saved["lost_rounds"].items()})
+        saved = saved or {}
+        self._empty = _restored(saved, "empty")
+        self._failed = _restored(saved, "failed")
+        self._lost = _restored(saved, "lost_rounds")
+        self._invalid = _restored(saved, "invalid")
+        self._equal = _restored(saved, "equal_chances")
 
     def add(self, first_round: int, seeds: Sequence[int], metrics: RoundMetrics):
         """Counts a block of rounds.
@@ -61,17 +63,54 @@ class Problems:
                     f"{_several('round', rounds)}; the server stayed as it was"
                 )
                 self._lost[seed] += int(lost.sum())
+            if metrics.choice:
+                lines += self._add_choice(first_round, seed, metrics.choice, index)
+        return lines
+
+    def _add_choice(
+        self, first_round: int, seed: int, choice: Choice, index: int
+    ) -> list[str]:
+        lines = []
+        invalid = Counter(np.nonzero(choice.invalid[index])[1].tolist())
+        if invalid:
+            rounds = np.flatnonzero(choice.invalid[index].any(-1)) + first_round
+            lines.append(
+                f"WARNING: seed {seed}, {_several('round', rounds.tolist())}, "
+                f"{_several('client', sorted(invalid))}: report or score not finite: "
+                "not selectable"
+            )
+        self._invalid += invalid
+        equal = choice.uniform[index]
+        if equal.any():
+            rounds = (np.flatnonzero(equal) + first_round).tolist()
+            lines.append(
+                f"seed {seed}: no score was positive in {_several('round', rounds)}: "
+                "all clients had the same chance"
+            )
+            self._equal[seed] += int(equal.sum())
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Participations by client id, over all rounds and seeds, and lost rounds by
-        seed, as JSON holds it.
+        """As JSON holds it: by client id, over all rounds and seeds, participations
+        that were `empty` or `failed` and rounds in which it was `invalid` for the
+        selection; by seed, `lost_rounds` and those of `equal_chances`.
         """
-        return {
-            "empty": {str(k): self._empty[k] for k in sorted(self._empty)},
-            "failed": {str(k): self._failed[k] for k in sorted(self._failed)},
-            "lost_rounds": {str(k): self._lost[k] for k in sorted(self._lost)},
+        counters = {
+            "empty": self._empty,
+            "failed": self._failed,
+            "lost_rounds": self._lost,
+            "invalid": self._invalid,
+            "equal_chances": self._equal,
         }
+        return {
+            name: {str(k): counter[k] for k in sorted(counter)}
+            for name, counter in counters.items()
+        }
+
+
+def _restored(saved: Mapping[str, Any], name: str) -> Counter:
+    # JSON has turned the ids into strings; an older checkpoint may lack a counter.
+    return Counter({int(k): v for k, v in saved.get(name, {}).items()})
 
 
 def _count(client_ids: np.ndarray, where: np.ndarray) -> Counter:

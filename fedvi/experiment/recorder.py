@@ -1,11 +1,10 @@
 """The files of one run folder, and the table that ends a run.
 
 `config.json` is written first, `metrics.csv` grows by one row per evaluation and
-seed, `summary.json` comes last: its presence means that the run is finished.
+seed, `selection.csv` by one per round and seed where clients are chosen by their
+importance, `summary.json` comes last: its presence means that the run is finished.
 """
 
-import csv
-import io
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvi.experiment.csv_file import CsvFile
 from fedvi.experiment.files import remove_stale, write_atomically
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "METRICS",
     "RELIABILITY",
     "RUN_FILES",
+    "SELECTION",
     "SUMMARY",
     "UNCERTAINTY",
     "Recorder",
@@ -37,6 +38,7 @@ __all__ = [
 
 CONFIG = "config.json"
 METRICS = "metrics.csv"
+SELECTION = "selection.csv"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint.npz"
 LEARNING_CURVES = "learning_curves.png"
@@ -47,6 +49,7 @@ ENTROPY_DENSITY = "entropy_density.png"
 RUN_FILES = (
     CONFIG,
     METRICS,
+    SELECTION,
     SUMMARY,
     CHECKPOINT,
     LEARNING_CURVES,
@@ -56,9 +59,12 @@ RUN_FILES = (
     ENTROPY_DENSITY,
 )
 
+# Shown only where a row has them.
+_OPTIONAL = ("accuracy_std_between_rounds",)
 # Column of the table: header, key in the rows, factor, digits.
 _COLUMNS = (
     ("global accuracy", "global_accuracy", 1, 2),
+    ("std between rounds", "accuracy_std_between_rounds", 1, 2),
     ("personalised accuracy", "personal_accuracy", 1, 2),
     ("global ECE %", "ece", 100, 2),
     ("global NLL", "nll", 1, 3),
@@ -133,13 +139,14 @@ class Recorder:
       run_dir: made if missing. Call `prepare` first.
 
     Raises:
-      ValueError: `metrics.csv` lies there but is not one of ours.
+      ValueError: `metrics.csv` or `selection.csv` lies there but is not one of ours.
     """
 
     def __init__(self, run_dir: str | Path):
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._columns = self._read()[0]
+        self._metrics = CsvFile(self.run_dir / METRICS)
+        self._selection = CsvFile(self.run_dir / SELECTION)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes `config.json` atomically: once, when a run starts or resumes.
@@ -165,57 +172,24 @@ class Recorder:
         Raises:
           ValueError: the row's columns are not those of the file.
         """
-        columns = self._columns or list(row)
-        if "round" not in row or set(row) != set(columns):
-            raise ValueError(
-                f"row with columns {sorted(row)} does not fit {METRICS}, which needs "
-                f"{sorted({'round', *columns})}; give every row the same columns"
-            )
-        if not self._columns:
-            self._write_text(METRICS, _csv_text(columns, [row], header=True))
-            self._columns = columns
-            return
-        with open(self.run_dir / METRICS, "a", encoding="utf-8", newline="") as file:
-            file.write(_csv_text(columns, [row], header=False))
-            file.flush()
-            os.fsync(file.fileno())
+        self._metrics.append(row)
+
+    def append_choices(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds rows to `selection.csv` as `append` does to `metrics.csv`."""
+        self._selection.append(*rows)
 
     def drop_after(self, round: int) -> None:
-        """Drops the rows of later rounds, atomically: for a resume at `round`.
+        """Drops both files' rows of later rounds: for a resume at `round`.
 
         With -1 all rows go: for a run that was killed before its first checkpoint.
         A row that the kill cut short is dropped too.
         """
-        columns, rows = self._read()
-        kept = [row for row in rows if int(row["round"]) <= round]
-        if kept:
-            self._write_text(METRICS, _csv_text(columns, kept, header=True))
-        else:
-            (self.run_dir / METRICS).unlink(missing_ok=True)
-            self._columns = []
+        self._metrics.drop_after(round)
+        self._selection.drop_after(round)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.csv`: int, float, str, or None for an empty cell."""
-        return [
-            {key: _parse(value) for key, value in row.items()}
-            for row in self._read()[1]
-        ]
-
-    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Columns and complete rows as text; no columns if there is no file yet."""
-        path = self.run_dir / METRICS
-        if not path.exists() or path.stat().st_size == 0:
-            return [], []
-        with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]
-        columns = list(reader.fieldnames or ())
-        if "round" not in columns:
-            raise ValueError(
-                f"{path} has no column 'round', so fedvi did not write it: move it "
-                "away or give another --run_dir"
-            )
-        return columns, rows
+        return self._metrics.rows()
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(_plain(value), indent=2, allow_nan=False)
@@ -234,6 +208,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
       rows: one dict per method and seed: `method`, and any of `global_accuracy`,
         `personal_accuracy` (per cent), `ece` (fraction, shown in per cent), `nll`
         (nats), `round_seconds`. A value that is absent or None is shown as "-".
+        `accuracy_std_between_rounds` (per cent) has a column where a row has it.
 
     Returns:
       The table. With several seeds of a method, mean ± sample standard deviation
@@ -242,13 +217,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         methods.setdefault(str(row["method"]), []).append(row)
-    lines = [["method", *(header for header, *_ in _COLUMNS)]]
+    columns = [
+        column
+        for column in _COLUMNS
+        if column[1] not in _OPTIONAL or any(column[1] in row for row in rows)
+    ]
+    lines = [["method", *(header for header, *_ in columns)]]
     for method, seeds in methods.items():
         lines.append(
             [method]
             + [
                 _mean_std([row.get(key) for row in seeds], factor, digits)
-                for _, key, factor, digits in _COLUMNS
+                for _, key, factor, digits in columns
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -271,24 +251,6 @@ def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
         with np.errstate(invalid="ignore"):  # a diverged seed: inf - inf is NaN
             text += f" ± {numbers.std(ddof=1):.{digits}f}"
     return text
-
-
-def _csv_text(columns: Sequence[str], rows: Sequence[Mapping], *, header: bool) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _parse(text: str) -> Any:
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            pass
-    return text or None
 
 
 def _plain(value: Any) -> Any:

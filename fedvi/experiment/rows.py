@@ -1,4 +1,4 @@
-"""The rows of `metrics.csv`: one per evaluation and seed."""
+"""The rows of `metrics.csv`, one per evaluation and seed, and of `selection.csv`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +9,9 @@ import numpy as np
 from fedvi.evaluation import Scores, adjusted_rand_index, summarise
 from fedvi.experiment.build import Experiment
 from fedvi.federation import RoundMetrics
+from fedvi.selection import Choice
 
-__all__ = ["MODELS", "evaluation_rows", "seed_of"]
+__all__ = ["MODELS", "choice_rows", "evaluation_rows", "seed_of"]
 
 MODELS = ("global", "personal")
 
@@ -35,7 +36,8 @@ def evaluation_rows(
     Figures are over the clients that take part in training, `global_...` and
     `personal_...`; novel clients, if there are any, have their own `novel_global_...`
     and `novel_personal_...`. `adjusted_rand` is there if the true clusters are known
-    and the method has clusters: over the training clients that hold data.
+    and the method has clusters: over the training clients that hold data. `clipped`
+    is there if clients are chosen by their importance: the mean over the rounds.
 
     Args:
       experiment: what is run.
@@ -60,6 +62,8 @@ def evaluation_rows(
             "seconds": seconds,
             **_mean_metrics(seed_of(metrics.metrics, index), counted[index]),
         }
+        if metrics.choice:
+            row["clipped"] = float(metrics.choice.clipped[index].mean())
         for group, ids in groups.items():
             own = {
                 model: summarise(seed_of(seed_of(tree, index), ids))
@@ -72,6 +76,53 @@ def evaluation_rows(
             row["adjusted_rand"] = _agreement(experiment, clusters[index])
         rows.append(row)
     return rows
+
+
+def choice_rows(
+    first_round: int, seeds: Sequence[int], metrics: RoundMetrics
+) -> list[dict[str, Any]]:
+    """One row per round and seed where clients are chosen by their importance.
+
+    Args:
+      first_round: number of the block's first round, counted from 1.
+      seeds: the seeds.
+      metrics: leaves `[seeds, rounds, ...]`, numpy.
+
+    Returns:
+      `client`, ids of the cohort, and `invalid`, of the clients that could not be
+      chosen, with spaces between them; `uniform` 0 or 1; `clipped`; and `p_k`, the
+      probability of client k. No rows for other selections.
+    """
+    if not metrics.choice:
+        return []
+    return [
+        {
+            "round": first_round + offset,
+            "seed": seed,
+            **_choice_row(*_at((metrics.client_ids, metrics.choice), index, offset)),
+        }
+        for offset in range(metrics.client_ids.shape[1])
+        for index, seed in enumerate(seeds)
+    ]
+
+
+def _at(tree: Any, index: int, offset: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index, offset], tree)
+
+
+def _choice_row(client_ids: np.ndarray, choice: Choice) -> dict[str, Any]:
+    return {
+        "client": " ".join(map(str, client_ids)),
+        "clipped": _shortest(choice.clipped),
+        "uniform": int(choice.uniform),
+        "invalid": " ".join(map(str, np.flatnonzero(choice.invalid))),
+        **{f"p_{k}": _shortest(p) for k, p in enumerate(choice.probabilities)},
+    }
+
+
+def _shortest(value: np.ndarray) -> float:
+    """The double whose text is the shortest one of a float32."""
+    return float(str(np.float32(value)))
 
 
 def _agreement(experiment: Experiment, clusters: np.ndarray) -> float:

@@ -11,7 +11,15 @@ from jax.sharding import Mesh
 
 from fedvi.algorithm import Algorithm
 from fedvi.data import class_histogram
-from fedvi.experiment import build, ending, plan, recorder, schedule, tensorboard
+from fedvi.experiment import (
+    build,
+    comparison,
+    ending,
+    plan,
+    recorder,
+    schedule,
+    tensorboard,
+)
 from fedvi.experiment.build import Experiment, LoadedData
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.programs import Programs, state_shapes
@@ -87,6 +95,9 @@ def run(
 def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     """Runs experiments one after another; ends with a table that compares them.
 
+    Several runs of one folder also leave there the table and a plot of their learning
+    curves (`fedvi.experiment.comparison`).
+
     Mistakes in any of them are found before the first one starts: all algorithms are
     built first. Data are loaded once for neighbours that differ in the algorithm only.
 
@@ -103,16 +114,27 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
         build.check_algorithm(config)
         if not options.overwrite:
             prepare(options.run_dir, resume=options.resume)
+    all_options = [options for _, options in runs]
+    folder = comparison.folder_of(all_options)
+    if folder is not None:
+        comparison.prepare(folder, all_options)
     loaded_for = _shared_data()
-    for config, _ in runs:
-        build.experiment(config, loaded=loaded_for(config))
+    methods = [
+        build.experiment(config, loaded=loaded_for(config)).config.method
+        for config, _ in runs
+    ]
+    if folder is not None and any(options.overwrite for options in all_options):
+        comparison.clear(folder)
     summaries = []
-    for config, options in runs:
+    for method, (config, options) in zip(methods, runs):
         loaded = loaded_for(config)
-        print(f"\n{config.algorithm} on {config.dataset} -> {options.run_dir}")
+        print(f"\n{method} on {config.dataset} -> {options.run_dir}")
         summaries.append(run(config, options, loaded=loaded))
-    print(f"\n{table_title(summaries[0])}:")
-    print(table([row for one in summaries for row in table_rows(one)]))
+    results = table([row for one in summaries for row in table_rows(one)])
+    text = f"{table_title(summaries[0])}:\n{results}"
+    print(f"\n{text}")
+    if folder is not None:
+        comparison.write(folder, all_options, summaries, text)
     print("run folders:" if len(runs) > 1 else "run folder:")
     for _, options in runs:
         print(f"  {options.run_dir}")
@@ -125,7 +147,9 @@ def _shared_data() -> Callable[[ExperimentConfig], LoadedData]:
 
     def load(config):
         nonlocal loaded, loaded_for
-        setting = dataclasses.replace(config, algorithm="", options={})
+        setting = dataclasses.replace(
+            config, algorithm="", options={}, selection="uniform"
+        )
         if setting != loaded_for:
             loaded, loaded_for = build.load_data(config), setting
             print(class_histogram(loaded.federated))
@@ -168,9 +192,12 @@ def _plan(
     free = plan.free_memory(device)
     if free is not None:
         free -= sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+    together = experiment.participants
+    if build.selection(experiment).measure is not None:
+        together = len(experiment.trained)  # all of them report
     chosen, _ = plan.choose(
         compile_block,
-        cohort=-(-experiment.participants // mesh.size),
+        cohort=-(-together // mesh.size),
         seeds=config.seeds,
         requested=options.chunk_size,
         platform=device.platform,

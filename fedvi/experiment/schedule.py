@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fedvi.experiment.config import ExperimentConfig
 
-__all__ = ["blocks", "is_final", "personal_too"]
+__all__ = ["blocks", "in_window", "is_final", "personal_too"]
 
 
 def blocks(config: ExperimentConfig, done: int = 0) -> Iterator[int]:
@@ -25,6 +25,11 @@ def blocks(config: ExperimentConfig, done: int = 0) -> Iterator[int]:
 def is_final(config: ExperimentConfig, round: int) -> bool:
     """Whether a round, counted from 1, is one of the last `final_rounds`."""
     return round > config.rounds - config.final_rounds
+
+
+def in_window(config: ExperimentConfig, round: int) -> bool:
+    """Whether a round, counted from 1, is one of the last `window`."""
+    return round > config.rounds - config.window
 
 
 def personal_too(config: ExperimentConfig, round: int) -> bool:

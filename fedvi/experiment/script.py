@@ -59,7 +59,7 @@ def start(
 
 
 def _check(summaries: Sequence[Mapping[str, Any]]) -> None:
-    failed = [one["algorithm"] for one in summaries if one["failed"]]
+    failed = [one["method"] for one in summaries if one["failed"]]
     if failed:
         _exit(
             f"{', '.join(failed)} failed: the server's state is not finite, or no "

@@ -15,7 +15,7 @@ from fedvi.experiment.problems import Problems
 from fedvi.experiment.programs import Programs
 from fedvi.experiment.progress import RunProgress
 from fedvi.experiment.recorder import Recorder
-from fedvi.experiment.rows import evaluation_rows
+from fedvi.experiment.rows import choice_rows, evaluation_rows
 from fedvi.experiment.run_options import RunOptions
 from fedvi.experiment.summary import summary
 from fedvi.federation import State
@@ -105,13 +105,14 @@ class Session:
         rounds = self.config.rounds
         with (
             tensorboard.writer(self.options, self.round) as write_scalars,
-            RunProgress(self.config.algorithm, rounds, self.round) as progress,
+            RunProgress(self.config.method, rounds, self.round) as progress,
         ):
             evaluations = 0
             for n in schedule.blocks(self.config, self.round):
-                rows, lines = self._block(n)
+                rows, choices, lines = self._block(n)
                 for line in lines:
                     progress.print(line)
+                self.recorder.append_choices(choices)
                 for row in rows:
                     self.recorder.append(row)
                     write_scalars(row)
@@ -124,12 +125,13 @@ class Session:
             if not self.scores:  # resumed after the last round
                 self._evaluate(personal=True)
 
-    def _block(self, n: int) -> tuple[list[dict], list[str]]:
-        """`n` rounds and an evaluation: (rows, lines for the user)."""
+    def _block(self, n: int) -> tuple[list[dict], list[dict], list[str]]:
+        """`n` rounds and an evaluation: (rows, rows of choices, lines for the user)."""
         self.states, metrics = self.programs.rounds(self.states, n)
         seconds = self.programs.run_seconds / n / len(self.seeds)
         metrics = jax.tree.map(np.asarray, metrics)
         lines = self.problems.add(self.round + 1, self.seeds, metrics)
+        choices = choice_rows(self.round + 1, self.seeds, metrics)
         self.round += n
         self._evaluate(personal=schedule.personal_too(self.config, self.round))
         for seed, finite in zip(self.seeds, self.finite):
@@ -147,7 +149,7 @@ class Session:
             clusters=self.clusters,
             seconds=seconds,
         )
-        return rows, lines
+        return rows, choices, lines
 
     def _evaluate(self, personal: bool) -> None:
         scores, self.finite, self.clusters = jax.device_get(

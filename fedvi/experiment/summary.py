@@ -9,24 +9,36 @@ import jax
 import numpy as np
 
 from fedvi import __version__
+from fedvi.experiment import build
 from fedvi.experiment.build import Experiment
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.headline import best_names, over_seeds, seed_figures
+from fedvi.experiment.schedule import in_window
 
 __all__ = ["bytes_per_round", "summary", "table_rows", "table_title"]
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "distrax", "numpy")
 # Figures that have a spread over seeds beside their mean.
-_WITH_SPREAD = ("global", "personal", "novel", "mean_of_last_rounds", "adjusted_rand")
+_WITH_SPREAD = (
+    "global",
+    "personal",
+    "novel",
+    "mean_of_last_rounds",
+    "window",
+    "adjusted_rand",
+)
 
 
 def bytes_per_round(experiment: Experiment) -> tuple[int, int]:
     """(bytes up, bytes down) of a round, from the shapes of what is sent.
 
     Up: every participant's statistics and weight. Down: what `broadcast` lets
-    through, to every participant.
+    through, to every participant. Where clients are chosen by their importance, every
+    candidate gets that before, and the participants no second time; and every
+    candidate's report goes up.
     """
     algorithm = experiment.algorithm
+    rule = build.selection(experiment)
     one_client = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
         experiment.data.train,
@@ -38,15 +50,21 @@ def bytes_per_round(experiment: Experiment) -> tuple[int, int]:
         down = algorithm.broadcast(server)
         client = algorithm.init_client(key, server)
         output = algorithm.client_update(key, round, down, client, data)
-        return (output.statistics, output.weight), down
+        report = ()
+        if rule.measure is not None:
+            measure = algorithm.importance[rule.measure]
+            report = measure.report(key, down, client, data)
+        return (output.statistics, output.weight), report, down
 
     scalar = jax.ShapeDtypeStruct((), np.int32)
     sent = jax.eval_shape(messages, scalar, scalar, one_client)
-    up, down = (
+    up, report, down = (
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
         for tree in sent
     )
-    return up * experiment.participants, down * experiment.participants
+    candidates = len(experiment.trained)
+    receivers = experiment.participants if rule.measure is None else candidates
+    return up * experiment.participants + report * candidates, down * receivers
 
 
 def summary(
@@ -93,12 +111,16 @@ def summary(
             }
         )
     means = _over_seeds(config, per_seed)
+    evaluations = len({r["round"] for r in rows if in_window(config, r["round"])})
     for one in (means, *per_seed):
         if one["mean_of_last_rounds"] is not None:
             one["mean_of_last_rounds"] |= {"rounds": config.final_rounds}
+        if one["window"] is not None:
+            one["window"] |= {"rounds": config.window, "evaluations": evaluations}
     bytes_up, bytes_down = bytes_per_round(experiment)
     return {
         "algorithm": config.algorithm,
+        "method": config.method,
         "dataset": config.dataset,
         "rounds": config.rounds,
         "evaluated_on": config.evaluated_on,
@@ -134,6 +156,10 @@ def table_title(summary: Mapping[str, Any]) -> str:
     when = f"after {rounds} rounds"
     if last := summary.get("mean_of_last_rounds"):
         when = f"mean of the last {last['rounds']} of {rounds} rounds"
+    if window := summary.get("window"):
+        when = (
+            f"mean of the evaluations in the last {window['rounds']} of {rounds} rounds"
+        )
     novel = summary.get("novel_clients")
     who = "the clients that took part in training" if novel else "clients"
     return f"{when}, {split} data, mean over {who}"
@@ -142,23 +168,27 @@ def table_title(summary: Mapping[str, Any]) -> str:
 def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows that a finished run, marked if failed, adds to the closing table.
 
-    With `final_rounds` they hold the mean of the last rounds.
+    With `final_rounds` they hold the mean of the last rounds, with `window` that of
+    the evaluations there, which has no personalised accuracy.
     """
-    method = summary["algorithm"] + (" (failed)" if summary["failed"] else "")
+    method = summary["method"] + (" (failed)" if summary["failed"] else "")
     rows = []
     for index, one in enumerate(summary["per_seed"]):
-        figures = one.get("mean_of_last_rounds") or one
-        rows.append(
-            {
-                "method": method,
-                "global_accuracy": figures["global"]["accuracy"],
-                "personal_accuracy": figures["personal"]["accuracy"],
-                "ece": figures["global"]["ece"],
-                "nll": figures["global"]["nll"],
-                # One figure for all seeds.
-                "round_seconds": summary["round_seconds"] if index == 0 else None,
-            }
-        )
+        window = one.get("window")
+        figures = window or one.get("mean_of_last_rounds") or one
+        row = {
+            "method": method,
+            "global_accuracy": figures["global"]["accuracy"],
+            "personal_accuracy": figures.get("personal", {}).get("accuracy"),
+            "ece": figures["global"]["ece"],
+            "nll": figures["global"]["nll"],
+            # One figure for all seeds.
+            "round_seconds": summary["round_seconds"] if index == 0 else None,
+        }
+        if window:
+            spread = window["accuracy_std_between_rounds"]
+            row["accuracy_std_between_rounds"] = spread
+        rows.append(row)
     return rows
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-__all__ = ["check_agreement", "participants"]
+__all__ = ["check_agreement", "check_novel", "participants"]
 
 
 def check_agreement(config) -> None:
@@ -16,7 +16,7 @@ def check_agreement(config) -> None:
             "clients=0 must be at least 1; only partition='by_group' takes 0"
         )
     if config.clients:
-        _ = config.participants
+        check_novel(config.clients, config.novel_clients)
     if config.second_data_file is not None and config.second_dataset is None:
         raise ValueError(
             f"second_data_file={config.second_data_file!r} needs a name for its "
@@ -46,6 +46,15 @@ def check_agreement(config) -> None:
     _check_end(config)
 
 
+def check_novel(clients: int, novel: int) -> None:
+    """Raises `ValueError` if of `clients` clients `novel` ones leave none to train."""
+    if novel >= clients:
+        raise ValueError(
+            f"novel_clients={novel} of clients={clients} leaves nobody to train: give "
+            f"at most {clients - 1}"
+        )
+
+
 def participants(clients: int, fraction: float, novel: int = 0) -> int:
     """⌊N·f⌋, clients in a round.
 
@@ -57,11 +66,7 @@ def participants(clients: int, fraction: float, novel: int = 0) -> int:
     Raises:
       ValueError: that is less than one client, or no client is left to train.
     """
-    if novel >= clients:
-        raise ValueError(
-            f"novel_clients={novel} of clients={clients} leaves nobody to train: give "
-            f"at most {clients - 1}"
-        )
+    check_novel(clients, novel)
     trained = clients - novel
     # 100 · 0.29 is 28.999999999999996 in floating point.
     count = math.floor(trained * fraction + 1e-9)
@@ -80,6 +85,15 @@ def _check_end(config) -> None:
     if config.final_rounds > config.rounds:
         raise ValueError(
             f"final_rounds={config.final_rounds} must be at most rounds={config.rounds}"
+        )
+    if config.window > config.rounds:
+        raise ValueError(
+            f"window={config.window} must be at most rounds={config.rounds}"
+        )
+    if config.window and config.final_rounds:
+        raise ValueError(
+            f"window={config.window} and final_rounds={config.final_rounds} exclude "
+            "each other: both are a mean over the last rounds; give one of them"
         )
     curve = list(config.finetune_curve)
     if curve != sorted(set(curve)) or any(

@@ -66,7 +66,7 @@ def weakened_kde_score(points: Any, particles: Any, *, bandwidth: float) -> Any:
 
     $\tilde q = \sum_n \exp(-\lVert\theta - \theta_n\rVert^2 / 2 b^2)
     / (2 \pi b^2 N)^{D/2}$, with N inside the power. The result is `kde_score` times
-    q̃ / (q̃ + 1e-10): 3e-29 of it for D = 54 and 6 particles, nothing for a network. To
+    q̃ / (q̃ + 1e-10): 3e-19 of it for D = 54 and 6 particles, nothing for a network. To
     reproduce that code; args, result and errors are those of `kde_score`.
     """
     score = kde_score(points, particles, bandwidth=bandwidth)
@@ -91,6 +91,7 @@ def _check(points: Any, particles: Any, bandwidth: float) -> None:
 
 def _exponents(points: Any, particles: Any, bandwidth: float):
     """`[M, N]` -‖θ - θ_n‖²/2b², and both sets, moved towards the origin together."""
-    particles, points = sets.centre(particles, points)
+    mean = sets.mean(particles)
+    particles, points = (sets.shift(tree, mean) for tree in (particles, points))
     squares = sets.squared_distances(points, particles)
     return squares * (-0.5 / bandwidth**2), points, particles

@@ -69,7 +69,7 @@ def gram(particles: Any, bandwidth: float | jax.Array | None) -> Gram:
     Raises:
       ValueError: a bandwidth that is not positive and finite.
     """
-    (centred,) = sets.centre(particles)
+    centred = sets.centre(particles)
     squares = sets.squared_distances(centred, centred)
     squares = jnp.where(jnp.eye(len(squares), dtype=bool), 0.0, squares)
     if bandwidth is None:
@@ -101,7 +101,7 @@ def median_bandwidth(particles: Any) -> jax.Array:
       ValueError: no particles, or leaves that do not agree.
     """
     sets.check("particles", particles)
-    (centred,) = sets.centre(particles)
+    centred = sets.centre(particles)
     squares = sets.squared_distances(centred, centred)
     return _median_of(jnp.where(jnp.eye(len(squares), dtype=bool), 0.0, squares))
 
@@ -114,7 +114,8 @@ def _median_of(squares: jax.Array) -> jax.Array:
     scale = math.log(n + 1.0)
     med_squared = jnp.square(_median_distance(squares))
     mean = squares.sum() / (n * (n - 1))
-    h = jnp.where(med_squared > 0, med_squared, mean) / scale
+    # Particles that coincide are as far apart as rounding puts them: ~1e-7 of the mean.
+    h = jnp.where(med_squared > 1e-6 * mean, med_squared, mean) / scale
     return jnp.where(h > 0, h, 1.0)
 
 

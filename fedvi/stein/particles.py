@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 
 __all__ = [
+    "centre",
     "check",
     "check_like",
     "dimension",
     "inner",
+    "mean",
     "mix",
     "num_particles",
     "rows",
+    "shift",
     "squared_distances",
     "squared_norm",
 ]
@@ -92,24 +95,29 @@ def squared_norm(particles: Any) -> jax.Array:
     )
 
 
-def centre(particles: Any, *others: Any) -> tuple[Any, ...]:
-    """Moves particle sets together, the mean of the first to the origin.
+def mean(particles: Any) -> Any:
+    """The mean particle, leaves `[1, ...]`.
 
-    Distances stay what they are, but lose less to cancellation. In two steps, so that
-    identical particles become exactly zero and not a rounding error.
+    As a product: 1 ms, where XLA's reduction over the leading axis takes 53 for 20
+    particles of 78,400 coordinates (CPU).
     """
-    first = jax.tree.map(lambda leaf: leaf[:1], particles)
-    moved = [
-        jax.tree.map(jnp.subtract, t, _spread(first, t)) for t in (particles, *others)
-    ]
-    mean = jax.tree.map(lambda leaf: leaf.mean(axis=0, keepdims=True), moved[0])
-    return tuple(jax.tree.map(jnp.subtract, t, _spread(mean, t)) for t in moved)
+    count = num_particles(particles)
+    return mix(jnp.full((1, count), 1.0 / count), particles)
 
 
-def _spread(one: Any, particles: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, like: jnp.broadcast_to(leaf, like.shape), one, particles
-    )
+def shift(particles: Any, one: Any) -> Any:
+    """Every particle less one, leaves `[1, ...]`."""
+    return jax.tree.map(jnp.subtract, particles, one)
+
+
+def centre(particles: Any) -> Any:
+    """Moves the mean to the origin: distances then lose less to cancellation.
+
+    In two steps, so that identical particles become exactly zero and not a rounding
+    error, which a bandwidth as small would blow up.
+    """
+    moved = shift(particles, jax.tree.map(lambda leaf: leaf[:1], particles))
+    return shift(moved, mean(moved))
 
 
 def squared_distances(a: Any, b: Any) -> jax.Array:

@@ -196,7 +196,7 @@ def test_novel_clients_are_no_part_of_training():
 
 def drawn_in(selection, rounds):
     keys = jax.random.split(jax.random.key(1), rounds)
-    return np.ravel(jax.vmap(lambda key: selection.select(key, 0, None))(keys))
+    return np.ravel(jax.vmap(lambda key: selection.select(key, 0, None, None)[0])(keys))
 
 
 def test_who_is_novel_depends_on_the_seed_of_the_partition():

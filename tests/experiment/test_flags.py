@@ -62,6 +62,29 @@ def test_several_algorithms_share_all_but_their_own_options():
     assert second_options.run_dir == "runs/both/fedprox"
 
 
+def test_an_algorithm_may_come_with_its_selection():
+    names = "dsvgd:round_robin,dsvgd,dsvgd:uniform,dsvgd:hip,fedavg"
+    runs = read(f"--algorithm={names}", "--selection=ksd", "--particles=3", "--name=x")
+    assert [(config.algorithm, config.selection) for config, _ in runs] == [
+        ("dsvgd", "round_robin"),
+        ("dsvgd", "ksd"),
+        ("dsvgd", "uniform"),
+        ("dsvgd", "hip"),
+        ("fedavg", "ksd"),
+    ]
+    assert [options.run_dir for _, options in runs] == [
+        "runs/x/dsvgd_round_robin",
+        "runs/x/dsvgd_ksd",
+        "runs/x/dsvgd",
+        "runs/x/dsvgd_hip",
+        "runs/x/fedavg_ksd",
+    ]
+    assert [config.options for config, _ in runs] == [{"particles": 3}] * 4 + [{}]
+    [(config, options)] = read("--algorithm=dsvgd:hip", "--selection_temperature=0")
+    assert (config.selection, config.selection_temperature) == ("hip", 0.0)
+    assert options.run_dir == "runs/dsvgd_hip_cifar100"
+
+
 def test_every_algorithm_option_is_a_flag():
     values = absl_flags.FlagValues()
     flags.define(values)
@@ -101,7 +124,14 @@ def test_the_help_of_an_option_says_what_it_means(monkeypatch):
     ("arguments", "message"),
     [
         (["--algorithm=fedfoo"], "'fedfoo' is none of fedavg"),
-        (["--algorithm=fedavg,fedavg"], "named twice"),
+        (["--algorithm=fedavg,fedavg"], "fedavg is named twice"),
+        (
+            ["--algorithm=dsvgd,dsvgd:ksd", "--selection=ksd"],
+            "dsvgd,dsvgd:ksd: dsvgd:ksd is named twice",
+        ),
+        (["--algorithm=dsvgd:"], "'dsvgd:' names no selection"),
+        (["--algorithm=ksd:dsvgd"], "'ksd' is none of fedavg"),
+        (["--selection_order=sideways"], "=sideways: value should be one of <id|so"),
         (["--algorithm=fedavg", "--mu=1"], "--mu=1.0: fedavg does not take it; fedpr"),
         (["--partition=stripes"], "partition=stripes: value should be one of"),
         (["--prior_mean=one"], "prior_mean=one: value should be one of"),

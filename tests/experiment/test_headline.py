@@ -30,7 +30,19 @@ def test_the_last_row_and_the_mean_of_the_last_rounds():
     assert figures["novel"] is None and figures["adjusted_rand"] is None
     assert figures["best_on_test_global_accuracy"] == 90.0
     plain = seed_figures(ExperimentConfig(rounds=9), rows)
-    assert plain["mean_of_last_rounds"] is None
+    assert plain["mean_of_last_rounds"] is plain["window"] is None
+
+
+def test_the_window_holds_the_evaluations_of_its_rounds():
+    rows = [row(4, 90.0), row(6, 40.0, 50.0), row(8, 50.0), row(9, 66.0, 60.0)]
+    window = seed_figures(ExperimentConfig(rounds=9, window=4), rows)["window"]
+    assert window == {
+        "global": {"accuracy": 52.0, "nll": pytest.approx(5.2)},
+        "accuracy_std_between_rounds": pytest.approx(np.std([40.0, 50.0, 66.0])),
+    }
+    last = seed_figures(ExperimentConfig(rounds=9, window=1), rows)["window"]
+    assert last["global"]["accuracy"] == 66.0
+    assert last["accuracy_std_between_rounds"] == 0.0
 
 
 def test_the_best_of_the_last_hundred_rounds_is_named_after_its_split():

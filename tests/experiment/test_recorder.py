@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedvi.experiment import Recorder, prepare, table
+from fedvi.experiment.csv_file import CsvFile
 from fedvi.experiment.recorder import RUN_FILES
 
 
@@ -109,6 +110,32 @@ def test_resumed_run_has_the_rows_of_a_straight_one(tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def choice(round, seed, client="3 1"):
+    return {"round": round, "seed": seed, "client": client, "invalid": "", "p_0": 0.1}
+
+
+def test_choices_are_dropped_with_the_rows_of_their_rounds(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.append_choices([])
+    assert not (tmp_path / "selection.csv").exists()
+    for block in ((1, 2), (3, 4)):
+        recorder.append_choices([choice(n, seed) for n in block for seed in (0, 1)])
+        recorder.append(row(block[-1]))
+    with open(tmp_path / "selection.csv", "a") as file:
+        file.write("1")  # of round 10: a row that the kill cut short
+    Recorder(tmp_path).drop_after(3)
+    file = CsvFile(tmp_path / "selection.csv")
+    assert [(r["round"], r["seed"]) for r in file.rows()] == [
+        (number, seed) for number in (1, 2, 3) for seed in (0, 1)
+    ]
+    assert file.rows()[0] == choice(1, 0) | {"invalid": None}
+    assert [r["round"] for r in recorder.rows()] == [2]
+    with pytest.raises(ValueError, match=r"does not fit selection\.csv"):
+        recorder.append_choices([row(5)])
+    Recorder(tmp_path).drop_after(-1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_drop_all_rows_frees_the_columns(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.drop_after(-1)
@@ -170,6 +197,17 @@ def test_table_is_aligned_with_mean_and_std_over_seeds():
     nll = f"0.556 ± {np.std([0.51234, 0.6], ddof=1):.3f}"
     assert cells(lines[2]) == ["FedAvg", accuracy, "-", "3.40", nll, "-"]
     assert cells(lines[3]) == ["FedHB NIW", "-", "93.46", "-", "-", "0.100"]
+
+
+def test_table_shows_the_std_between_rounds_where_there_is_one():
+    rows = [
+        {"method": "a", "global_accuracy": 80.0, "accuracy_std_between_rounds": 1.25},
+        {"method": "b", "global_accuracy": 70.0},
+    ]
+    lines = table(rows).splitlines()
+    assert cells(lines[0])[:3] == ["method", "global accuracy", "std between rounds"]
+    assert cells(lines[2])[:3] == ["a", "80.00", "1.25"]
+    assert cells(lines[3])[:3] == ["b", "70.00", "-"]
 
 
 def test_table_survives_a_diverged_seed():

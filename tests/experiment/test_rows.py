@@ -6,8 +6,9 @@ import pytest
 from fedvi.evaluation import Scores
 from fedvi.experiment import build
 from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.rows import evaluation_rows
+from fedvi.experiment.rows import choice_rows, evaluation_rows
 from fedvi.federation import RoundMetrics
+from fedvi.selection import Choice
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -62,6 +63,43 @@ def test_rows_hold_each_seeds_own_figures():
     assert first["personal_accuracy"] is None
     assert first.keys() == second.keys()
     assert not any("novel" in key or "rand" in key for key in first)
+
+
+def test_choices_by_importance_have_a_row_per_round_and_seed():
+    metrics = nothing_happened(2)._replace(
+        client_ids=np.arange(12).reshape(2, 3, 2) % 4,
+        choice=Choice(
+            probabilities=np.full((2, 3, 4), [0.1, 0.2, 0.0, 0.7], np.float32),
+            invalid=np.zeros((2, 3, 4), bool),
+            clipped=np.array([[0.5, 0.25, 0.0], [0, 0, 0]], np.float32),
+            uniform=np.zeros((2, 3), bool),
+        ),
+    )
+    metrics.choice.invalid[0, 1, [1, 2]] = True
+    metrics.choice.uniform[1, 2] = True
+    rows = choice_rows(7, [4, 5], metrics)
+    assert [(row["round"], row["seed"]) for row in rows] == [
+        (round, seed) for round in (7, 8, 9) for seed in (4, 5)
+    ]
+    assert rows[2] == {
+        "round": 8,
+        "seed": 4,
+        "client": "2 3",
+        "clipped": 0.25,
+        "uniform": 0,
+        "invalid": "1 2",
+        "p_0": 0.1,
+        "p_1": 0.2,
+        "p_2": 0.0,
+        "p_3": 0.7,
+    }
+    assert [row["uniform"] for row in rows] == [0, 0, 0, 0, 0, 1]
+    assert choice_rows(7, [4, 5], nothing_happened(2)) == []
+    experiment = build.experiment(CONFIG)
+    first, second = rows_of(experiment, np.full((2, 4), 6), metrics)
+    assert (first["clipped"], second["clipped"]) == (0.25, 0.0)
+    plain = rows_of(experiment, np.full((2, 4), 6), nothing_happened(2))
+    assert "clipped" not in plain[0]
 
 
 def test_novel_clients_have_figures_of_their_own():

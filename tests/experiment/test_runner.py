@@ -76,7 +76,11 @@ def recorder_summary(run_dir):
 
 
 def test_the_folder_holds_every_file(run_dir):
-    asked_for = {recorder.FINETUNE_CURVE, recorder.ENTROPY_DENSITY}
+    asked_for = {
+        recorder.FINETUNE_CURVE,
+        recorder.ENTROPY_DENSITY,
+        recorder.SELECTION,
+    }
     assert {p.name for p in run_dir.iterdir()} == set(recorder.RUN_FILES) - asked_for
     assert json.loads((run_dir / recorder.CONFIG).read_text()) == RESOLVED
     for name in (recorder.LEARNING_CURVES, recorder.RELIABILITY, recorder.UNCERTAINTY):
@@ -95,6 +99,7 @@ def test_there_is_a_row_per_evaluation_and_seed(run_dir):
 def test_the_summary_holds_what_is_promised(run_dir):
     summary = recorder_summary(run_dir)
     assert (summary["algorithm"], summary["dataset"]) == ("fedavg", "digits")
+    assert summary["method"] == "fedavg"
     assert (summary["rounds"], summary["seeds"]) == (4, [7, 8])
     assert summary["evaluated_on"] == "test"
     for model in ("global", "personal"):
@@ -108,10 +113,10 @@ def test_the_summary_holds_what_is_promised(run_dir):
     assert len(summary["data_sha256"]) == 64
     assert not summary["failed"]
     assert summary["compile_seconds"] > 0
-    assert summary["problems"] == {"empty": {}, "failed": {}, "lost_rounds": {}}
+    assert not any(summary["problems"].values())
     assert (summary["participants"], summary["clients"]) == (3, 5)
-    for not_asked in ("mean_of_last_rounds", "finetune_curve", "ood", "novel"):
-        assert summary[not_asked] is None
+    not_asked = ("mean_of_last_rounds", "window", "finetune_curve", "ood", "novel")
+    assert all(summary[key] is None for key in not_asked)
     assert "digits" in summary["data"] and "cpu" in summary["device"]
 
 
@@ -272,6 +277,8 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
         "empty": {"2": 2},
         "failed": {"1": 2},
         "lost_rounds": {},
+        "invalid": {},
+        "equal_chances": {},
     }
     assert not summary["per_seed"][0]["finite"]
     assert summary["per_seed"][0]["failed"] and summary["failed"]
@@ -330,6 +337,7 @@ def test_several_algorithms_end_in_one_table(run_dir, tmp_path, capsys):
     config = change(algorithm="local_only")
     summary = recorder_summary(run_dir) | {
         "algorithm": "local_only",
+        "method": "local_only",
         "config": build.resolve(config).to_dict(),
     }
     (tmp_path / recorder.SUMMARY).write_text(json.dumps(summary))

@@ -3,7 +3,7 @@ from itertools import accumulate
 import pytest
 
 from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.schedule import blocks, is_final, personal_too
+from fedvi.experiment.schedule import blocks, in_window, is_final, personal_too
 
 
 def rounds_of(config, done=0):
@@ -48,3 +48,11 @@ def test_personal_models_are_evaluated_in_the_last_rounds_too():
     assert rounds_of(config) == [2, 4, 6, 8, 9, 10] and chosen == [4, 8, 9, 10]
     plain = ExperimentConfig(rounds=4, eval_every=2)
     assert [personal_too(plain, round) for round in (2, 4)] == [False, True]
+
+
+def test_the_window_is_the_last_rounds():
+    config = ExperimentConfig(rounds=6, window=2)
+    assert [in_window(config, round) for round in range(1, 7)] == [False] * 4 + [
+        True
+    ] * 2
+    assert not in_window(ExperimentConfig(rounds=6), 6)

@@ -34,10 +34,32 @@ def test_bytes_are_those_of_what_is_sent(algorithm, options, up, down):
     assert bytes_per_round(build.experiment(config)) == (3 * (up + 4), 3 * down)
 
 
+@pytest.mark.parametrize(
+    ("selection", "report"),
+    [("ksd", 4), ("hip", 3 * MODEL)],  # a number; the scores at all particles
+)
+def test_bytes_of_a_choice_by_importance_are_those_of_all_candidates(selection, report):
+    config = ExperimentConfig(
+        algorithm="dsvgd",
+        options={"particles": 3},
+        selection=selection,
+        dataset="digits",
+        partition="iid",
+        clients=6,
+        novel_clients=1,
+        model="mlp",
+        hidden=(5,),
+        augment=False,
+    )
+    up, down = bytes_per_round(build.experiment(config))
+    assert up == 3 * MODEL + 4 + 5 * report
+    assert down == 5 * 3 * MODEL
+
+
 def test_the_table_has_a_row_per_seed():
     figures = {"accuracy": 80.0, "ece": 0.1, "nll": 0.5}
     one = {"global": figures, "personal": figures | {"accuracy": 90.0}}
-    summary = {"algorithm": "a", "failed": False, "round_seconds": 0.2}
+    summary = {"method": "a", "failed": False, "round_seconds": 0.2}
     summary["per_seed"] = [one, one]
     rows = table_rows(summary)
     assert [row["round_seconds"] for row in rows] == [0.2, None]
@@ -55,6 +77,10 @@ def test_the_table_has_a_row_per_seed():
     averaged = table_rows(summary | {"per_seed": [one | {"mean_of_last_rounds": last}]})
     assert averaged[0]["global_accuracy"] == averaged[0]["personal_accuracy"] == 1.0
     assert averaged[0]["ece"] == 0.1
+    window = {"global": figures | {"nll": 0.25}, "accuracy_std_between_rounds": 2.0}
+    windowed = table_rows(summary | {"per_seed": [one | {"window": window}]})
+    assert windowed[0]["nll"] == 0.25 and windowed[0]["personal_accuracy"] is None
+    assert windowed[0]["accuracy_std_between_rounds"] == 2.0
 
 
 def test_the_title_says_what_the_table_shows():
@@ -64,4 +90,9 @@ def test_the_title_says_what_the_table_shows():
     assert table_title(summary) == (
         "mean of the last 4 of 9 rounds, test data, mean over the clients that took "
         "part in training"
+    )
+    summary = {"rounds": 9, "evaluated_on": "test", "window": {"rounds": 4}}
+    assert table_title(summary) == (
+        "mean of the evaluations in the last 4 of 9 rounds, test data, mean over "
+        "clients"
     )

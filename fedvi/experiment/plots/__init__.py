@@ -5,6 +5,7 @@ through its object-oriented API: no global state, no display.
 """
 
 from fedvi.experiment.plots.curves import (
+    comparison_curves,
     finetune_curve,
     learning_curves,
     uncertainty_curves,
@@ -13,6 +14,7 @@ from fedvi.experiment.plots.density import entropy_density
 from fedvi.experiment.plots.reliability import reliability_diagram
 
 __all__ = [
+    "comparison_curves",
     "entropy_density",
     "finetune_curve",
     "learning_curves",

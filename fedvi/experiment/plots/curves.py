@@ -8,14 +8,13 @@ import numpy as np
 
 from fedvi.experiment.plots.figure import COLOURS, add_legend, new_figure, save, tidy
 
-__all__ = ["finetune_curve", "learning_curves", "uncertainty_curves"]
+__all__ = [
+    "comparison_curves",
+    "finetune_curve",
+    "learning_curves",
+    "uncertainty_curves",
+]
 
-_MODELS = {
-    "global": "-",
-    "personal": "--",
-    "novel_global": "-.",
-    "novel_personal": ":",
-}
 _BAND = "± std over seeds"
 
 
@@ -24,7 +23,46 @@ class _Panel(NamedTuple):
     factor: float = 1.0
 
 
+class _Look(NamedTuple):
+    """How a figure of curves looks.
+
+    Attributes:
+      models: line style and name in the legend by model.
+      columns: of the legend.
+      width: of the lines.
+      shade: opacity of the bands.
+      markers: whether few rounds have markers.
+      least: evaluations that a curve of another model than the global one needs.
+    """
+
+    models: Mapping[str, tuple[str, str]]
+    columns: int
+    width: float = 1.5
+    shade: float = 0.2
+    markers: bool = True
+    least: int = 1
+
+
+_ONE_RUN = _Look(
+    {
+        "global": ("-", "global"),
+        "personal": ("--", "personal"),
+        "novel_global": ("-.", "novel global"),
+        "novel_personal": (":", "novel personal"),
+    },
+    columns=4,
+)
+_SEVERAL_RUNS = _Look(
+    {"global": ("-", ""), "personal": ("--", "personal")},
+    columns=6,
+    width=0.9,
+    shade=0.12,
+    markers=False,
+    least=2,
+)
+
 _LEARNING = {"accuracy": _Panel("accuracy (%)"), "nll": _Panel("NLL (nats)")}
+_COMPARISON = {**_LEARNING, "ece": _Panel("ECE (%)", 100.0)}
 _UNCERTAINTY = {
     "ece": _Panel("ECE (%)", 100.0),
     "entropy": _Panel("entropy (nats)"),
@@ -55,7 +93,7 @@ def learning_curves(
     Raises:
       ValueError: there are no rows.
     """
-    return _over_rounds(path, rows, _LEARNING, title)
+    return _over_rounds(path, rows, _LEARNING, title, _ONE_RUN)
 
 
 def uncertainty_curves(
@@ -65,7 +103,18 @@ def uncertainty_curves(
 
     As `learning_curves`, from `global_ece`, `personal_entropy` and so on.
     """
-    return _over_rounds(path, rows, _UNCERTAINTY, title)
+    return _over_rounds(path, rows, _UNCERTAINTY, title, _ONE_RUN)
+
+
+def comparison_curves(
+    path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = ""
+) -> bool:
+    """Draws accuracy, NLL and ECE of several methods against the round.
+
+    As `learning_curves`, from rows with a `method`; thin lines for noisy curves. The
+    personal models (dashed) are drawn where they were measured more than once.
+    """
+    return _over_rounds(path, rows, _COMPARISON, title, _SEVERAL_RUNS)
 
 
 def finetune_curve(
@@ -93,7 +142,7 @@ def finetune_curve(
             axis.plot(epochs, mean, "-o", markersize=4, **line)
             if len(seeds) > 1:
                 std = np.std([one[name] for one in seeds], axis=0, ddof=1)
-                _band(axis, epochs, mean, std, colour)
+                _band(axis, epochs, mean, std, colour, _ONE_RUN.shade)
     axis.set(xlabel="epochs of fine-tuning", ylabel="accuracy (%)")
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     tidy(axis)
@@ -108,6 +157,7 @@ def _over_rounds(
     rows: Sequence[Mapping[str, Any]],
     panels: Mapping[str, _Panel],
     title: str,
+    look: _Look,
 ) -> bool:
     if not rows:
         raise ValueError("rows is empty: nothing to plot; evaluate at least once")
@@ -120,13 +170,13 @@ def _over_rounds(
     handles = {}
     axes = figure.subplots(1, len(panels))
     for axis, (metric, panel) in zip(axes, panels.items()):
-        handles |= _curves(axis, methods, metric, panel.factor)
+        handles |= _curves(axis, methods, metric, panel.factor, look)
         axis.set(xlabel="round", ylabel=panel.label)
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         tidy(axis)
     if _BAND in handles:
         handles[_BAND] = handles.pop(_BAND)  # last in the legend
-    columns = 4 if len(methods) > 1 else 5
+    columns = look.columns if len(methods) > 1 else 5
     add_legend(figure, handles.values(), handles.keys(), columns)
     figure.suptitle(title)
     save(figure, path)
@@ -138,30 +188,40 @@ def _curves(
     methods: Mapping[str, Sequence[Mapping[str, Any]]],
     metric: str,
     factor: float,
+    look: _Look,
 ) -> dict[str, Any]:
     """Draws one metric of every method and model; returns label to line or band."""
     handles = {}
     for number, (method, rows) in enumerate(methods.items()):
-        for offset, (model, style) in enumerate(_MODELS.items()):
+        for offset, (model, (style, name)) in enumerate(look.models.items()):
             rounds, mean, std = _over_seeds(rows, f"{model}_{metric}")
-            if rounds.size == 0:
+            if rounds.size < (1 if model == "global" else look.least):
                 continue
             mean, std = factor * mean, factor * std
             # With one method, colour is free to tell the two models apart.
             shade = number if len(methods) > 1 else offset
             colour = COLOURS[shade % len(COLOURS)]
-            marker = "o" if rounds.size <= 30 else None
+            few = look.markers and rounds.size <= 30
             (line,) = axis.plot(
-                rounds, mean, style, color=colour, marker=marker, markersize=3
+                rounds,
+                mean,
+                style,
+                color=colour,
+                linewidth=look.width,
+                marker="o" if few or rounds.size == 1 else None,
+                markersize=3,
             )
-            handles[f"{method} {model.replace('_', ' ')}".strip()] = line
+            handles[f"{method} {name}".strip()] = line
             if std.any():
-                handles[_BAND] = _band(axis, rounds, mean, std, colour)
+                handles[_BAND] = _band(axis, rounds, mean, std, colour, look.shade)
     return handles
 
 
-def _band(axis: Any, x, mean: np.ndarray, std: np.ndarray, colour: str) -> Any:
-    return axis.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
+def _band(
+    axis: Any, x, mean: np.ndarray, std: np.ndarray, colour: str, shade: float
+) -> Any:
+    low, high = mean - std, mean + std
+    return axis.fill_between(x, low, high, color=colour, alpha=shade, lw=0)
 
 
 def _over_seeds(

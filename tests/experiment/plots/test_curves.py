@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from fedvi.experiment.plots import finetune_curve, learning_curves, uncertainty_curves
+from fedvi.experiment.plots import (
+    comparison_curves,
+    finetune_curve,
+    learning_curves,
+    uncertainty_curves,
+)
 
 
 def make_rows(method=None, seeds=2):
@@ -50,6 +55,28 @@ def test_learning_curves_give_each_method_its_colour(tmp_path, drawn):
     assert colours[0] == colours[1] != colours[2] == colours[3]
     wanted = ["FedAvg global", "FedAvg personal", "NIW global", "NIW personal"]
     assert legend_texts(drawn[0]) == [*wanted, "± std over seeds"]
+
+
+def test_methods_are_compared_in_thin_lines(tmp_path, drawn, assert_png):
+    """Personal models only where they were measured more than once."""
+    once = [
+        row if row["round"] == 10 else row | {"personal_accuracy": None}
+        for row in make_rows("NIW")
+    ]
+    rows = [row | {"global_ece": 0.25} for row in make_rows("FedAvg") + once]
+    assert comparison_curves(tmp_path / "comparison.png", rows, title="digits")
+    assert_png(tmp_path / "comparison.png")
+    accuracy, nll, ece = drawn[0].axes
+    assert [axis.get_ylabel() for axis in (nll, ece)] == ["NLL (nats)", "ECE (%)"]
+    styles = [line.get_linestyle() for line in accuracy.lines]
+    assert styles == ["-", "--", "-"]
+    colours = [line.get_color() for line in accuracy.lines]
+    assert colours[0] == colours[1] != colours[2]
+    assert all(line.get_linewidth() < 1 for line in accuracy.lines)
+    assert all(line.get_marker() == "None" for line in accuracy.lines)
+    np.testing.assert_allclose(ece.lines[1].get_ydata(), [25.0] * 3)
+    names = ["FedAvg", "FedAvg personal", "NIW", "± std over seeds"]
+    assert legend_texts(drawn[0]) == names
 
 
 @pytest.mark.parametrize("rounds", [(1,), (1, 2), (2, 4, 6)])
