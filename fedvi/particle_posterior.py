@@ -46,8 +46,11 @@ class ParticlePosterior(NamedTuple):
     kde: str = "lse"
     kde_bandwidth: float = 0.55
 
-    def check(self) -> "ParticlePosterior":
+    def check(self, clients: int) -> "ParticlePosterior":
         """Returns itself.
+
+        Args:
+          clients: that keep particles of their own.
 
         Raises:
           ValueError: an option outside its range, or more particles than fit in memory.
@@ -58,11 +61,11 @@ class ParticlePosterior(NamedTuple):
         checks.positive("kde_bandwidth", self.kde_bandwidth)
         checks.finite("kde_bandwidth", self.kde_bandwidth)
         checks.at_least("particles", self.particles, 1)
-        most = _most_particles(self.model)
+        most = _most_particles(self.model, clients)
         if self.particles > most:
             raise ValueError(
-                f"particles={self.particles} of {self.model.name} do not fit into this "
-                f"device's memory: {most:,} do"
+                f"particles={self.particles} of {self.model.name} for each of {clients} "
+                f"clients do not fit into this device's memory: {most:,} do"
             )
         return self
 
@@ -128,15 +131,14 @@ class ParticlePosterior(NamedTuple):
         return jax.lax.map(one, particles, batch_size=_PARTICLES_AT_ONCE)
 
 
-def _most_particles(model: Model) -> int:
+def _most_particles(model: Model, clients: int) -> int:
     """Particles that memory could hold, roughly.
 
-    A particle is counted as itself, its local copy, two frozen densities, score,
-    direction, moments and temporaries: ten times its weights, for one client. The
-    copies that all clients keep come on top.
+    Every client keeps N, and a visit has ten times N at once: global and local ones,
+    frozen densities, scores, direction, moments and temporaries.
     """
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     stats = jax.local_devices()[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = stats.get("bytes_limit", physical)
-    return max(1, memory // (10 * 4 * parameter_count(shapes)))
+    return max(1, memory // ((clients + 10) * 4 * parameter_count(shapes)))

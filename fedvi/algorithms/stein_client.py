@@ -58,7 +58,7 @@ def posterior_of(
         density = priors.gaussian(task.model, precision)
     else:
         density = priors.hierarchical(task.model, gamma_shape, gamma_rate)
-    return ParticlePosterior(task.model, density, **options).check()
+    return ParticlePosterior(task.model, density, **options).check(task.clients)
 
 
 class SteinClient(NamedTuple):
