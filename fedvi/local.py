@@ -42,8 +42,8 @@ class LocalTraining(NamedTuple):
       augment: optional `(key, x [batch, ...]) -> x` on raw inputs.
       optimizer: "sgd"; "adam" with optax's defaults (pFedBayes, BPFed); "adagrad",
         whose first step is ± the rate (DSVGD); "rmsprop" with decay 0.9 and a second
-        moment that starts at the first squared gradient (DSVGD's public code, which
-        calls it AdaGrad).
+        moment that starts at the first squared gradient (as DSVGD's public code, which
+        calls it AdaGrad; eps 1e-8, where that has 1e-9 or 1e-6).
       steps: R, minibatches a round; None: as many as `epochs` take. The last epoch
         that they need is left unfinished. An empty client takes none.
     """

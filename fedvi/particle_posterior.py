@@ -46,11 +46,11 @@ class ParticlePosterior(NamedTuple):
     kde: str = "lse"
     kde_bandwidth: float = 0.55
 
-    def check(self, clients: int) -> "ParticlePosterior":
+    def check(self, kept: int) -> "ParticlePosterior":
         """Returns itself.
 
         Args:
-          clients: that keep particles of their own.
+          kept: particle sets that all clients together hold in memory.
 
         Raises:
           ValueError: an option outside its range, or more particles than fit in memory.
@@ -61,11 +61,11 @@ class ParticlePosterior(NamedTuple):
         checks.positive("kde_bandwidth", self.kde_bandwidth)
         checks.finite("kde_bandwidth", self.kde_bandwidth)
         checks.at_least("particles", self.particles, 1)
-        most = _most_particles(self.model, clients)
+        most = _most_particles(self.model, kept)
         if self.particles > most:
             raise ValueError(
-                f"particles={self.particles} of {self.model.name} for each of {clients} "
-                f"clients do not fit into this device's memory: {most:,} do"
+                f"particles={self.particles} of {self.model.name} do not fit into this "
+                f"device's memory with {kept} sets of them for the clients: {most:,} do"
             )
         return self
 
@@ -131,14 +131,14 @@ class ParticlePosterior(NamedTuple):
         return jax.lax.map(one, particles, batch_size=_PARTICLES_AT_ONCE)
 
 
-def _most_particles(model: Model, clients: int) -> int:
+def _most_particles(model: Model, kept: int) -> int:
     """Particles that memory could hold, roughly.
 
-    Every client keeps N, and a visit has ten times N at once: global and local ones,
-    frozen densities, scores, direction, moments and temporaries.
+    Beside the clients' sets a visit has ten at once: global and local particles, frozen
+    densities, scores, direction, moments and temporaries.
     """
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     stats = jax.local_devices()[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = stats.get("bytes_limit", physical)
-    return max(1, memory // ((clients + 10) * 4 * parameter_count(shapes)))
+    return max(1, memory // ((kept + 10) * 4 * parameter_count(shapes)))

@@ -1,6 +1,5 @@
 """Which clients take part in a round."""
 
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -162,21 +161,23 @@ def proportional(
 ) -> Selection:
     r"""In proportion to the clients' importance, a cohort without replacement.
 
-    $P_k = (1 - f) \frac{\max(s_k, 0)^{1/T}}{\sum_m \max(s_m, 0)^{1/T}} + f / N$:
-    with T = 1 it is Eq. 17 of Yang, Liu and Kassab for the KSD and Eq. 24 for the HIP,
-    whose inner products may be negative and then are no distribution.
+    $P_k = (1 - f) \frac{\max(s_k, 0)^{1/T}}{\sum_m \max(s_m, 0)^{1/T}} + f / M$ over
+    the M clients with data and a finite score: with T = 1 it is Eq. 17 of Yang, Liu and
+    Kassab for the KSD and Eq. 24 for the HIP, whose inner products may be negative and
+    then are no distribution.
 
     A client without data, and one whose score is not finite, has P_k = 0. If no score
-    is positive, all the others have the same chance.
+    is positive, the M clients have the same chance; if no score is finite, all with
+    data.
 
     Args:
       clients: number of clients of the federation.
       participants: N_f, clients in a round.
       measure: name of the algorithm's `importance`, such as "ksd".
       temperature: T ≥ 0: 1 as in the paper; between 0 and 1 sharper, above 1 flatter;
-        0 takes the clients of the largest scores (greedy).
-      floor: f in [0, 1], the share that is uniform, so that no client is lost for
-        good; 0 with temperature 0 is an argmax.
+        0 takes the clients of the largest scores (greedy), whatever the floor.
+      floor: f in [0, 1], the share that is uniform; of the order of 1e-6 it only keeps
+        every probability positive.
       candidates: ids of those that may take part; default: all.
 
     Raises:
@@ -193,39 +194,38 @@ def proportional(
     def select(key, round, scores, counts):
         present = allowed & counts
         valid = present & jnp.isfinite(scores)
-        choice = _probabilities(scores, valid, present, temperature, floor)
+        choice, log_p = _choose(scores, valid, present, temperature, floor)
+        noise = jax.random.gumbel(key, (clients,), mode="high")
+        drawn = scores if temperature == 0 else log_p + noise
         # With fewer clients of positive probability than places, the places left over
-        # go to present ones before absent ones.
-        order = jnp.where(
-            choice.probabilities > 0, jnp.log(choice.probabilities), -1e30
-        )
-        order = jnp.where(present, order, jnp.where(allowed, -2e30, -jnp.inf))
-        noise = jax.random.gumbel(key, (clients,))
-        _, chosen = jax.lax.top_k(order + noise, participants)
+        # go to valid clients before others, and to absent ones last.
+        ranks = (allowed, present, valid, log_p > -jnp.inf)
+        rank = sum(mask.astype(jnp.int32) for mask in ranks)
+        chosen = jnp.lexsort((noise, drawn, rank))[-participants:]
         return chosen.astype(jnp.int32), choice
 
     return Selection(clients, participants, select, measure, ids)
 
 
-def _probabilities(scores, valid, present, temperature, floor) -> Choice:
+def _choose(scores, valid, present, temperature, floor) -> tuple[Choice, jax.Array]:
+    """The choice, and the logs of its probabilities, which do not underflow."""
     size = jnp.where(valid, jnp.abs(scores), 0.0)
     positive = jnp.where(valid, jnp.maximum(scores, 0.0), 0.0)
-    largest = positive.max()
+    flat = positive.max() == 0
     if temperature == 0:
-        weights = (positive == largest).astype(jnp.float32)
-    elif math.isinf(temperature):
-        weights = (positive > 0).astype(jnp.float32)
-    else:  # the largest is 1: neither a sum of squares nor a power overflows
-        relative = positive / jnp.where(largest > 0, largest, 1.0)
-        weights = relative ** (1.0 / temperature)
-    flat = largest == 0
+        floor, weights = 0.0, jnp.where(positive == positive.max(), 0.0, -jnp.inf)
+    else:
+        logs = jnp.log(jnp.where(positive > 0, positive, 1.0))
+        weights = jnp.where(positive > 0, logs / temperature, -jnp.inf)
     everyone = jnp.where(valid.any(), valid, present)
-    even = everyone / jnp.maximum(everyone.sum(), 1)
-    shares = weights / jnp.maximum(weights.sum(), 1e-30)
-    probabilities = jnp.where(flat, even, (1.0 - floor) * shares + floor * even)
-    return Choice(
-        probabilities=probabilities,
+    even = jnp.log(everyone) - jnp.log(jnp.maximum(everyone.sum(), 1))
+    shares = jax.nn.log_softmax(jnp.where(flat, 0.0, weights))
+    mixed = jnp.logaddexp(jnp.log1p(-floor) + shares, jnp.log(floor) + even)
+    log_p = jnp.where(flat, even, mixed)
+    choice = Choice(
+        probabilities=jnp.exp(log_p),
         invalid=present & ~valid,
         clipped=(size - positive).sum() / jnp.maximum(size.sum(), 1e-30),
         uniform=flat,
     )
+    return choice, log_p

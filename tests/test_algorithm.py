@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedvi.algorithm import Aggregate, Algorithm, ClientOutput
 
@@ -17,5 +18,8 @@ def test_by_default_clients_keep_nothing_and_servers_send_everything():
     server = {"params": jnp.ones(2)}
     assert algorithm.init_client(None, server) == ()
     assert algorithm.broadcast(server) is server
-    assert algorithm.reduce == "sum" and algorithm.score is None
+    assert algorithm.reduce == "sum" and algorithm.cohort is None
+    assert algorithm.importance == {}
+    with pytest.raises(TypeError):  # all algorithms share the default
+        algorithm.importance["ksd"] = None
     assert ClientOutput(1.0, 1.0).client == () == ClientOutput(1.0, 1.0).metrics

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from fedvi import contract
-from fedvi.algorithm import ClientOutput
+from fedvi.algorithm import ClientOutput, Importance
 from fedvi.algorithms import fedavg, local_only
+from fedvi.selection import full, proportional, round_robin, uniform
 
 
 def broken(algorithm, **functions):
@@ -25,6 +26,15 @@ def test_a_good_algorithm_passes(task, train, test):
         ),
     )
     contract.check(clustered, train, test, 6)
+    measured = broken(plain, importance=importance())
+    contract.check(measured, train, test, 6)
+
+
+def importance(score=lambda server, reports, counts: reports["size"] * 1.0):
+    def report(key, server, client, data):
+        return {"size": data.size, "params": server.params}
+
+    return {"mine": Importance(report, score)}
 
 
 def test_slips_are_named(task, train, test):
@@ -76,6 +86,53 @@ def test_slips_are_named(task, train, test):
             broken(good, assign=cluster_of_floats),
             r"assign returns float32\[2\] for the cluster: it must be int32\[\]",
         ),
+        (
+            broken(
+                good,
+                importance=importance(lambda server, reports, counts: counts.sum()),
+            ),
+            r"importance\['mine'\].score returns int32\[\] for 3 clients: return",
+        ),
+        (
+            broken(
+                good,
+                importance=importance(lambda server, reports, counts: reports["size"]),
+            ),
+            r"importance\['mine'\].score returns int32\[3\] for 3 clients",
+        ),
+        (
+            broken(
+                good,
+                importance=importance(
+                    lambda server, reports, counts: jnp.ones((3, 1)) * 1.0
+                ),
+            ),
+            r"score returns float32\[3, 1\] for 3 clients: return float32 \[clients\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             contract.check(algorithm, train, test, 6)
+
+
+def test_a_selection_must_suit_the_algorithm(task):
+    plain = fedavg(task)
+    serial, everyone = broken(plain, cohort=1), broken(plain, cohort="all")
+    measured = broken(plain, importance=importance())
+    for algorithm, selection in (
+        (plain, uniform(7, 3)),
+        (serial, round_robin(7, 1)),
+        (everyone, full(7)),
+        (everyone, full(7, [1, 2])),
+        (everyone, round_robin(7, 3, [4, 5, 6])),
+        (measured, proportional(7, 3, "mine")),
+    ):
+        contract.check_selection(algorithm, selection)
+    for algorithm, selection, message in (
+        (serial, uniform(7, 3), "selection of 3 clients a round .* participants=1"),
+        (everyone, uniform(7, 3), "fedavg, which takes 7: select participants=7"),
+        (everyone, uniform(7, 2, [1, 2, 5]), "takes 3: select participants=3"),
+        (plain, proportional(7, 3, "ksd"), "measure='ksd': fedavg has none; use"),
+        (measured, proportional(7, 3, "ksd"), "measure='ksd': fedavg has mine; use"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract.check_selection(algorithm, selection)

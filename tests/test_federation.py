@@ -9,11 +9,11 @@ import pytest
 from flax import linen
 
 from fedvi import nn
-from fedvi.algorithm import Algorithm, ClientOutput
+from fedvi.algorithm import Algorithm, ClientOutput, Importance
 from fedvi.algorithms import fedavg
 from fedvi.cohort import clients_mesh
 from fedvi.federation import Federation
-from fedvi.selection import Selection, uniform
+from fedvi.selection import Selection, proportional, uniform
 
 TRACES = Counter()
 
@@ -71,7 +71,7 @@ def number_clients(state):
 
 def fixed(ids) -> Selection:
     ids = jnp.asarray(ids, jnp.int32)
-    return Selection(7, len(ids), lambda key, round, scores: ids)
+    return Selection(7, len(ids), lambda key, round, scores, counts: (ids, ()))
 
 
 def numpy_mean(train, ids):
@@ -112,7 +112,7 @@ def test_a_client_with_nan_is_left_out_and_reported(train, test, reduce):  # C16
 
 def test_states_of_absent_clients_survive_unchanged(train, test):  # C7
     cohorts = jnp.array([[2, 0], [1, 0], [2, 1]])
-    selection = Selection(7, 2, lambda key, round, scores: cohorts[round])
+    selection = Selection(7, 2, lambda key, round, scores, counts: (cohorts[round], ()))
     federation = Federation(mean_of_data(), train, test, selection=selection)
     start = federation.init(jax.random.key(0))
     before = jax.device_get(jax.random.key_data(start.clients["key"]))
@@ -296,18 +296,137 @@ def test_padding_changes_nothing_whatever_it_holds(train, test, task):
     )
 
 
-def test_a_selection_may_ask_for_scores(train, test):
-    def select(key, round, scores):
-        return jnp.argsort(-scores)[:2]
+def with_importance(report, score=lambda server, reports, counts: reports):
+    return mean_of_data()._replace(importance={"size": Importance(report, score)})
 
-    algorithm = mean_of_data()._replace(
-        score=lambda key, server, client, data: data.size.astype(jnp.float32)
-    )
-    federation = Federation(
-        algorithm, train, test, selection=Selection(7, 2, select, needs_scores=True)
-    )
+
+def by_size(key, server, client, data):
+    return data.size.astype(jnp.float32)
+
+
+def test_a_selection_may_go_by_importance(train, test):
+    """Its rule gets every client's score, and who holds data; its choice is kept."""
+
+    def select(key, round, scores, counts):
+        return jnp.argsort(-scores)[:2].astype(jnp.int32), (scores, counts)
+
+    selection = Selection(7, 2, select, measure="size")
+    federation = Federation(with_importance(by_size), train, test, selection=selection)
     _, metrics = federation.round(federation.init(jax.random.key(0)))
     assert set(metrics.client_ids.tolist()) == {0, 5}
+    scores, counts = metrics.choice
+    np.testing.assert_array_equal(scores, train.size)
+    np.testing.assert_array_equal(counts, train.size > 0)
+
+
+def test_who_is_not_asked_reports_nothing(train, test):
+    """Without a measure no report is computed; with candidates, theirs alone."""
+    asked = []
+
+    def report(key, server, client, data):
+        asked.append(1)
+        return client["id"].astype(jnp.float32)
+
+    def score(server, reports, counts):
+        assert reports.shape == counts.shape and reports.shape[0] in (3, 4)
+        return reports + counts
+
+    algorithm = with_importance(report, score)
+    plain = Federation(algorithm, train, test, selection=uniform(7, 1))
+    traced = len(asked)  # the contract's
+    _, metrics = plain.round(plain.init(jax.random.key(0)))
+    assert len(asked) == traced and metrics.choice == ()
+    selection = proportional(7, 1, "size", floor=0.0, candidates=[6, 4, 2, 3])
+    federation = Federation(algorithm, train, test, selection=selection)
+    state = number_clients(federation.init(jax.random.key(0)))
+    _, metrics = federation.round(state)
+    # Scores id + 1 of those with data; client 4 has none.
+    expected = np.array([0, 0, 3, 4, 0, 0, 7]) / 14
+    np.testing.assert_allclose(metrics.choice.probabilities, expected, rtol=1e-5)
+
+
+def test_a_report_that_is_not_finite_counts_in_no_mean_and_is_reported(train, test):
+    """Client 1's is infinite; the mean is over the five others with data."""
+
+    def report(key, server, client, data):
+        bad = client["id"] == 1
+        return {"x": jnp.where(bad, jnp.inf, client["id"].astype(jnp.float32))}
+
+    def score(server, reports, counts):
+        total = jnp.where(counts, reports["x"], 0.0).sum()
+        scores = jnp.where(reports["x"] == 0, 1.6, total / counts.sum())
+        return jnp.where(reports["x"] == 3, jnp.nan, scores)
+
+    selection = proportional(7, 1, "size", floor=0.0)
+    algorithm = with_importance(report, score)
+    federation = Federation(algorithm, train, test, selection=selection)
+    state = number_clients(federation.init(jax.random.key(0)))
+    _, metrics = federation.rounds(state, 30)
+    choice = jax.tree.map(lambda leaf: np.asarray(leaf[0]), metrics.choice)
+    assert choice.invalid.tolist() == [i in (1, 3) for i in range(7)]
+    # The mean is (0 + 2 + 3 + 5 + 6) / 5 = 3.2: client 0 has half of it.
+    expected = np.array([0.5, 0, 1, 0, 0, 1, 1]) / 3.5
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-6)
+    assert set(np.ravel(metrics.client_ids).tolist()) <= {0, 2, 5, 6}
+    assert not metrics.empty.any() and not metrics.failed.any()
+
+
+def test_what_the_score_sees_of_an_unusable_report_is_zero(train, test):
+    seen = Selection(
+        7,
+        1,
+        lambda key, round, scores, counts: (jnp.zeros(1, jnp.int32), scores),
+        measure="size",
+    )
+
+    def report(key, server, client, data):
+        return jnp.where(client["id"] == 1, jnp.nan, 5.0)
+
+    def score(server, reports, counts):
+        return jnp.where(jnp.isnan(reports).any(), -1.0, reports + reports.sum())
+
+    algorithm = with_importance(report, score)
+    federation = Federation(algorithm, train, test, selection=seen)
+    state = number_clients(federation.init(jax.random.key(0)))
+    _, metrics = federation.round(state)
+    np.testing.assert_array_equal(metrics.choice, [35, np.nan, 35, 35, 35, 35, 35])
+
+
+def test_reports_have_keys_of_round_and_client(train, test):
+    def report(key, server, client, data):
+        return jax.random.uniform(key)
+
+    def select(key, round, scores, counts):
+        return jnp.zeros(1, jnp.int32), scores
+
+    selection = Selection(7, 1, select, measure="size")
+    federation = Federation(with_importance(report), train, test, selection=selection)
+    _, metrics = federation.rounds(federation.init(jax.random.key(0)), 2)
+    assert len(np.unique(metrics.choice)) == 14
+
+
+def test_chunks_and_devices_choose_the_same_clients(train, test):
+    """Random reports, so that only the keys could make them agree."""
+
+    def report(key, server, client, data):
+        return jax.random.uniform(key, (3,))
+
+    def score(server, reports, counts):
+        return reports.sum(1) / reports.sum()
+
+    algorithm = with_importance(report, score)
+    results = []
+    for options in ({}, {"chunk_size": 3}, {"chunk_size": 2, "mesh": clients_mesh(2)}):
+        selection = proportional(7, 2, "size")
+        federation = Federation(algorithm, train, test, selection=selection, **options)
+        _, metrics = federation.rounds(federation.init(jax.random.key(0)), 5)
+        results.append(metrics)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other.client_ids, results[0].client_ids)
+        np.testing.assert_allclose(
+            other.choice.probabilities, results[0].choice.probabilities, rtol=1e-5
+        )
+    assert len(np.unique(results[0].client_ids)) > 3
 
 
 def test_mistakes_are_named_before_compilation(train, test):
@@ -324,6 +443,11 @@ def test_mistakes_are_named_before_compilation(train, test):
         Federation(algorithm, train, test, eval_batch_size=0)
     with pytest.raises(ValueError, match="selection chooses from 40 clients, .* 7"):
         Federation(algorithm, train, test, selection=uniform(40, 5))
+    with pytest.raises(ValueError, match="by measure='ksd': mean_of_data has none"):
+        Federation(algorithm, train, test, selection=proportional(7, 1, "ksd"))
+    serial = algorithm._replace(cohort=1)
+    with pytest.raises(ValueError, match="selection of 7 clients .* participants=1"):
+        Federation(serial, train, test)
     federation = Federation(algorithm, train, test)
     with pytest.raises(ValueError, match="n=1.5 must be a whole number of rounds"):
         federation.rounds(federation.init(jax.random.key(0)), 1.5)

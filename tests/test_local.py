@@ -218,6 +218,55 @@ def test_adam_is_optax_adam():
     np.testing.assert_allclose(trained, weights, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop"])
+def test_adagrad_and_rmsprop_start_at_the_first_squared_gradient(optimizer):
+    """Both take a first step of the rate; then G sums up, or fades by 0.9."""
+    training = LocalTraining(
+        epochs=4, batch_size=64, learning_rate=0.1, optimizer=optimizer
+    )
+    data = ClientData(jnp.asarray(X[:64]), jnp.asarray(Y[:64]), jnp.int32(64))
+    curvature, start = np.array([1.0, 1e-3, 40.0]), np.array([1.0, 1.0, 0.0])
+
+    def loss(key, weights, batch):
+        return 0.5 * jnp.sum(jnp.float32(curvature) * jnp.square(weights))
+
+    trained, _ = minimise(
+        jax.random.key(0), 0, jnp.float32(start), data, training, loss
+    )
+    weights, square = start.copy(), None
+    for t in range(4):
+        gradient = curvature * weights
+        if square is None:
+            square = gradient**2
+        elif optimizer == "adagrad":
+            square = square + gradient**2
+        else:
+            square = 0.9 * square + 0.1 * gradient**2
+        step = 0.1 * gradient / np.maximum(np.sqrt(square), 1e-30)
+        if t == 0:
+            np.testing.assert_allclose(step, [0.1, 0.1, 0])
+        weights = weights - step
+    # A coordinate without a gradient stays where it is.
+    np.testing.assert_allclose(trained, weights, rtol=1e-5)
+
+
+def test_the_moments_do_not_depend_on_the_rate():
+    """A schedule's rate belongs to the step: moments may be kept over rounds."""
+    for optimizer in ("adagrad", "rmsprop"):
+        training = LocalTraining(
+            learning_rate=lambda round: 0.1 * 0.5**round, optimizer=optimizer
+        )
+        steps, moments = [], []
+        for round in (0, 2):
+            transform = training.optimizer_at(round)
+            state = transform.init(jnp.zeros(1))
+            step, state = transform.update(jnp.full(1, 3.0), state)
+            steps.append(float(step[0]))
+            moments.append(jax.tree.leaves(state))
+        np.testing.assert_allclose(steps, [-0.1, -0.025], rtol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, *moments)
+
+
 def test_a_proximal_step_needs_sgd():
     training = LocalTraining(optimizer="adam")
     data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))

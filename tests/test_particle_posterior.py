@@ -23,7 +23,7 @@ def assert_close(a, b, rtol=1e-5, atol=1e-6):
 
 @pytest.fixture(scope="module")
 def posterior(task):
-    return ParticlePosterior(task.model, priors.gaussian(task.model, 2.0), 3).check()
+    return ParticlePosterior(task.model, priors.gaussian(task.model, 2.0), 3).check(6)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_prior_scores_of_the_gaussian_are_minus_precision_times_w(posterior, par
 
 def test_hierarchical_particles_have_a_likelihood_of_their_weights(task, train):
     prior = priors.hierarchical(task.model, 1.0, 0.01)
-    posterior = ParticlePosterior(task.model, prior, 3).check()
+    posterior = ParticlePosterior(task.model, prior, 3).check(6)
     particles = posterior.init(KEY)
     batch = Batch(train.x[0], train.y[0], jnp.ones(20, bool))
     scores, _ = jax.jit(posterior.likelihood_scores)(particles, batch, 20)
@@ -153,9 +153,7 @@ def test_a_step_ascends_the_svgd_direction(posterior, particles, kernel):
     optimizer = optax.sgd(0.1)
     scores = jax.tree.map(lambda leaf: 1 - leaf, particles)
     with_kernel = posterior._replace(kernel=kernel)
-    moved, _ = with_kernel.step(
-        optimizer, particles, scores, optimizer.init(particles)
-    )
+    moved, _ = with_kernel.step(optimizer, particles, scores, optimizer.init(particles))
     direction = svgd_direction(particles, scores, kernel=KERNELS[kernel])
     assert_close(moved, jax.tree.map(lambda p, d: p + 0.1 * d, particles, direction))
 
@@ -175,14 +173,14 @@ def test_a_step_ascends_the_svgd_direction(posterior, particles, kernel):
 )
 def test_options_outside_their_range_are_named(posterior, option, value, message):
     with pytest.raises(ValueError, match=f"{option}={value!r} must .*{message}"):
-        posterior._replace(**{option: value}).check()
+        posterior._replace(**{option: value}).check(6)
 
 
 def test_more_particles_than_memory_holds_are_refused(posterior, monkeypatch):
-    """Ten times the weights, 53 of 4 bytes each, a particle."""
+    """Ten sets at work and none kept, of 53 weights of 4 bytes."""
     with pytest.raises(ValueError, match="do not fit into this device's memory"):
-        posterior._replace(particles=10**12).check()
+        posterior._replace(particles=10**12).check(6)
     monkeypatch.setattr(particle_posterior.os, "sysconf", lambda name: 150)
     with pytest.raises(ValueError, match=r"particles=11 of mlp .*: 10 do"):
-        posterior._replace(particles=11).check()
-    assert posterior._replace(particles=10).check().particles == 10
+        posterior._replace(particles=11).check(0)
+    assert posterior._replace(particles=10).check(0).particles == 10

@@ -1,13 +1,23 @@
+"""Who is chosen how often, and what a user gets told."""
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.selection import full, uniform
+from fedvi.selection import full, proportional, round_robin, uniform
+
+
+def chosen(selection, key, round=0):
+    """Ids of a rule that looks at nobody's importance."""
+    ids, choice = selection.select(key, round, None, None)
+    assert choice == ()
+    return ids
 
 
 def test_full_is_everyone_in_order():
     selection = full(5)
-    ids = selection.select(jax.random.key(0), 0, None)
+    ids = chosen(selection, jax.random.key(0))
     assert selection.size == 5
     np.testing.assert_array_equal(ids, np.arange(5))
 
@@ -15,7 +25,7 @@ def test_full_is_everyone_in_order():
 def test_uniform_draws_different_clients_uniformly():
     selection = uniform(6, 2)
     keys = jax.random.split(jax.random.key(0), 3000)
-    ids = np.asarray(jax.vmap(lambda key: selection.select(key, 0, None))(keys))
+    ids = np.asarray(jax.vmap(lambda key: chosen(selection, key))(keys))
     assert (ids[:, 0] != ids[:, 1]).all()
     share = np.bincount(ids.ravel(), minlength=6) / len(keys)
     # Each client takes part with probability 1/3; 4.5 standard errors.
@@ -23,7 +33,7 @@ def test_uniform_draws_different_clients_uniformly():
 
 
 def test_uniform_of_everyone_is_full_participation():
-    ids = uniform(4, 4).select(jax.random.key(0), 0, None)
+    ids = chosen(uniform(4, 4), jax.random.key(0))
     np.testing.assert_array_equal(ids, np.arange(4))
 
 
@@ -33,7 +43,7 @@ def test_uniform_without_candidates_draws_as_ever():
         key = jax.random.key(seed)
         expected = jax.random.permutation(key, 50)[:7]
         for candidates in (None, range(50)):
-            ids = uniform(50, 7, candidates).select(key, 0, None)
+            ids = chosen(uniform(50, 7, candidates), key)
             assert ids.dtype == expected.dtype
             np.testing.assert_array_equal(ids, expected)
 
@@ -43,7 +53,7 @@ def test_uniform_draws_among_the_candidates_only():
     assert (selection.clients, selection.size) == (9, 2)
     assert selection.candidates.tolist() == [1, 4, 7]
     keys = jax.random.split(jax.random.key(0), 3000)
-    ids = np.asarray(jax.vmap(lambda key: selection.select(key, 0, None))(keys))
+    ids = np.asarray(jax.vmap(lambda key: chosen(selection, key))(keys))
     assert (ids[:, 0] != ids[:, 1]).all()
     counts = np.bincount(ids.ravel(), minlength=9)
     assert set(np.flatnonzero(counts)) == {1, 4, 7}
@@ -55,7 +65,7 @@ def test_uniform_draws_among_the_candidates_only():
 @pytest.mark.parametrize("rule", [full, lambda n, ids: uniform(n, 3, ids)])
 def test_all_candidates_take_part_in_order(rule):
     selection = rule(9, np.array([7, 1, 4]))
-    ids = selection.select(jax.random.key(0), 0, None)
+    ids = chosen(selection, jax.random.key(0))
     np.testing.assert_array_equal(ids, [1, 4, 7])
 
 
@@ -76,3 +86,168 @@ def test_more_participants_than_candidates_is_refused():
 def test_more_participants_than_clients_is_refused(participants):
     with pytest.raises(ValueError, match=rf"participants={participants}.*\(6\)"):
         uniform(6, participants)
+
+
+def turns(selection, rounds):
+    key = jax.random.key(0)
+    return [np.asarray(chosen(selection, key, r)).tolist() for r in range(rounds)]
+
+
+def test_round_robin_gives_everyone_a_turn_over_and_over():
+    assert turns(round_robin(3, 1), 5) == [[0], [1], [2], [0], [1]]
+    assert turns(round_robin(3, 2), 4) == [[0, 1], [2, 0], [1, 2], [0, 1]]
+    assert turns(round_robin(5, 2, [4, 0, 3]), 3) == [[4, 0], [3, 4], [0, 3]]
+    selection = round_robin(5, 2, np.array([4, 0, 3]))
+    assert selection.candidates.tolist() == [0, 3, 4]
+    assert (selection.clients, selection.size, selection.measure) == (5, 2, None)
+
+
+def test_round_robin_may_be_traced():
+    selection = round_robin(4, 1, [2, 0, 3])
+    ids = jax.jit(lambda round: chosen(selection, jax.random.key(0), round))
+    assert [int(ids(jnp.int32(r))[0]) for r in range(4)] == [2, 0, 3, 2]
+    assert ids(jnp.int32(0)).dtype == jnp.int32
+
+
+def test_mistaken_turns_are_named():
+    with pytest.raises(ValueError, match=r"candidates=\[0, 0\] must be different"):
+        round_robin(3, 1, [0, 0])
+    with pytest.raises(ValueError, match=r"participants=3.*\(2\)"):
+        round_robin(3, 3, [0, 1])
+
+
+SCORES = np.array([3.0, 1.0, -4.0, 2.0, 0.0, 2.0], np.float32)
+EVERYONE = np.ones(6, bool)
+DRAWS = 4000
+
+
+def draw(selection, scores=SCORES, counts=EVERYONE, draws=DRAWS):
+    """(ids [draws, size], the choice of the first draw)."""
+
+    @jax.jit
+    def run(scores, counts):
+        keys = jax.random.split(jax.random.key(0), draws)
+        return jax.vmap(lambda key: selection.select(key, 0, scores, counts))(keys)
+
+    ids, choice = run(jnp.float32(scores), jnp.asarray(counts))
+    assert ids.dtype == jnp.int32
+    return np.asarray(ids), jax.tree.map(lambda leaf: np.asarray(leaf[0]), choice)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "weights"),
+    [
+        (1.0, [3, 1, 0, 2, 0, 2]),
+        (0.5, [9, 1, 0, 4, 0, 4]),
+        (2.0, [3**0.5, 1, 0, 2**0.5, 0, 2**0.5]),
+        (float("inf"), [1, 1, 0, 1, 0, 1]),
+        (0, [1, 0, 0, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_clients_are_drawn_in_proportion(temperature, weights, floor):
+    """(1 - f) s^(1/T) / Σ + f / N, and as often as that."""
+    selection = proportional(6, 1, "ksd", temperature=temperature, floor=floor)
+    assert selection.measure == "ksd"
+    ids, choice = draw(selection)
+    expected = (1 - floor) * np.array(weights) / np.sum(weights) + floor / 6
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5, atol=1e-8)
+    share = np.bincount(ids[:, 0], minlength=6) / DRAWS
+    errors = np.sqrt(expected * (1 - expected) / DRAWS)
+    assert (np.abs(share - expected) <= 4.5 * errors + 1e-9).all()
+    np.testing.assert_allclose(choice.clipped, 4 / 12, rtol=1e-6)
+    assert not choice.uniform and not choice.invalid.any()
+
+
+def test_scores_of_any_size_neither_overflow_nor_vanish():
+    for scale in (1e-35, 1e35):
+        selection = proportional(6, 1, "ksd", temperature=0.5, floor=0.0)
+        _, choice = draw(selection, np.float32(scale) * SCORES, draws=1)
+        expected = np.array([9, 1, 0, 4, 0, 4]) / 18
+        np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_not_finite_is_never_drawn_and_reported(bad):
+    scores = SCORES.copy()
+    scores[0] = bad
+    ids, choice = draw(proportional(6, 1, "ksd", floor=0.5), scores)
+    assert choice.probabilities[0] == 0 and 0 not in ids
+    assert choice.invalid.tolist() == [True] + 5 * [False]
+    expected = np.array([0, 2, 1, 3, 1, 3]) / 10
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5)
+    np.testing.assert_allclose(choice.clipped, 4 / 9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scores", [np.zeros(6), -SCORES.clip(0)])
+def test_without_a_positive_score_all_have_the_same_chance(scores):
+    counts = EVERYONE.copy()
+    counts[1] = False
+    ids, choice = draw(proportional(6, 1, "ksd"), scores, counts)
+    assert choice.uniform and not choice.invalid.any()
+    expected = counts / 5
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-6)
+    share = np.bincount(ids[:, 0], minlength=6) / DRAWS
+    assert np.abs(share - expected).max() < 4.5 * np.sqrt(0.16 / DRAWS)
+
+
+def test_if_no_report_is_finite_the_round_still_finds_someone_with_data():
+    counts = EVERYONE.copy()
+    counts[1] = False
+    ids, choice = draw(proportional(6, 2, "ksd"), np.full(6, np.nan), counts)
+    assert choice.uniform and choice.invalid.tolist() == counts.tolist()
+    assert set(ids.ravel().tolist()) == {0, 2, 3, 4, 5}
+
+
+def test_empty_clients_are_never_chosen_before_others():
+    counts = np.array([False, True, True, False, True, True])
+    ids, choice = draw(proportional(6, 4, "ksd", floor=0.0), SCORES, counts)
+    assert set(ids.ravel().tolist()) == {1, 2, 4, 5}
+    np.testing.assert_allclose(choice.probabilities, [0, 1 / 3, 0, 0, 0, 2 / 3])
+    assert not choice.invalid.any()  # without data is not without a finite report
+    # Those of positive probability come first: 1 and 5 are in every cohort of two.
+    ids, _ = draw(proportional(6, 2, "ksd", floor=0.0), SCORES, counts)
+    assert (np.sort(ids, axis=1) == [1, 5]).all()
+
+
+def test_a_cohort_is_drawn_without_replacement():
+    """Successive draws: P(first, second) = P_i P_j / (1 - P_i)."""
+    ids, choice = draw(proportional(6, 2, "ksd", floor=0.0))
+    assert (ids[:, 0] != ids[:, 1]).all()
+    p = choice.probabilities
+    joint = np.outer(p, p) / (1 - p)[:, None]
+    np.fill_diagonal(joint, 0)
+    found = np.zeros((6, 6))
+    np.add.at(found, (ids[:, 0], ids[:, 1]), 1 / DRAWS)
+    errors = np.sqrt(joint * (1 - joint) / DRAWS)
+    assert (np.abs(found - joint) <= 4.5 * errors + 1e-9).all()
+
+
+def test_only_candidates_are_drawn():
+    selection = proportional(6, 2, "ksd", floor=0.5, candidates=[5, 2, 1])
+    scores = np.where(np.isin(np.arange(6), [1, 2, 5]), SCORES, 1e9)
+    ids, choice = draw(selection, scores)
+    assert set(ids.ravel().tolist()) == {1, 2, 5}
+    expected = (
+        0.5 * np.array([0, 1, 0, 0, 0, 2]) / 3
+        + 0.5 * np.isin(np.arange(6), [1, 2, 5]) / 3
+    )
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5)
+    np.testing.assert_allclose(choice.clipped, 4 / 7, rtol=1e-6)
+    assert selection.candidates.tolist() == [1, 2, 5]
+    # A cohort larger than the candidates with data: never anyone else.
+    three = proportional(6, 3, "ksd", candidates=[5, 2, 1])
+    counts = np.array([True, False, True, True, True, True])
+    ids, _ = draw(three, scores, counts)
+    assert (np.sort(ids, axis=1) == [1, 2, 5]).all() and (ids[:, 2] == 1).all()
+
+
+def test_mistakes_of_a_proportional_selection_are_named():
+    for value in (-0.5, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature={value!r} must be at least"):
+            proportional(6, 1, "ksd", temperature=value)
+    for value in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"floor={value!r} must lie in"):
+            proportional(6, 1, "ksd", floor=value)
+    with pytest.raises(ValueError, match=r"participants=7.*\(6\)"):
+        proportional(6, 7, "ksd")

@@ -49,7 +49,9 @@ def dsvgd(
 
     `importance` has "ksd", the discrepancy between q and the client's tilted density,
     and "hip", the inner product of the SVGD directions for the client's likelihood and
-    for the mean of all clients' log-likelihoods (Eq. 24 by Lemma 3).
+    for the mean log-likelihood of the clients that can be selected (Eq. 24 by Lemma 3).
+
+    The temperature α of the free energy is 1, and both loops have the same step size.
 
     Args:
       task: model; `training` with L as its `steps`, or as its epochs.
@@ -62,20 +64,23 @@ def dsvgd(
       initial: first particles: "prior" draws from p_0, "network" the network's own
         initial weights.
       first_t: "prior": t_k starts as the global particles and stands for p_0·t_k, and
-        every visit adds ∇ log p_0, so that the first one's target is exactly p_0·p_k
-        (DSVGD's code). "one": t_k = 1 until the first visit, as Algorithm 1 says, and
-        p_0 is only in the particles that q starts with.
+        every visit adds ∇ log p_0, so that the target of a run's first visit is exactly
+        p_0·p_k (DSVGD's code). "one": t_k = 1 until the client's first visit, as
+        Algorithm 1 says, and p_0 is only in the particles that q starts with; those
+        of t_k are then draws from p_0 too, moved by L' steps.
       kde: "lse"; "repo" as the public code, whose terms all but vanish; "off": none,
         so that a visit is SVGD on p_0·p_k.
       kde_bandwidth: standard deviation of the estimates' kernel (0.55).
       kernel: of SVGD and the discrepancies: "rbf" (the papers) or "imq".
       local_loop_steps: L'; default L.
-      report_batch_size: examples, drawn with replacement, from which a client computes
-        its report; default: all it has, the likelihood of the paper.
+      report_batch_size: examples of each of the two independent draws, with
+        replacement, from which a client computes its report; two make KSD and HIP
+        unbiased, and double what it sends for the HIP. Default: all it has, the
+        likelihood of the paper.
 
     Raises:
-      ValueError: an option outside its range; first_t="one" with kde="off", which
-        leaves no prior at all.
+      ValueError: an option outside its range; first_t="one" without a density estimate
+        or with initial="network", which leave no prior at all.
     """
     posterior = posterior_of(
         task,
@@ -88,7 +93,14 @@ def dsvgd(
         kernel=kernel,
         kde=kde,
         kde_bandwidth=kde_bandwidth,
+        copies=2,  # their own and, for the HIP, their reports
     )
+    if first_t == "one" and (kde != "lse" or initial == "network"):
+        raise ValueError(
+            "first_t='one' leaves the prior to the density estimate of particles drawn "
+            f"from it, but kde={kde!r} and initial={initial!r}: use first_t='prior', "
+            "or kde='lse' with initial='prior'"
+        )
     side = SteinClient(posterior, first_t, local_loop_steps, report_batch_size).check()
 
     def client_update(key, round, server, client, data):

@@ -27,8 +27,7 @@ def parallel_dsvgd(
     gamma_shape: float = 1.0,
     gamma_rate: float = 0.01,
     initial: Literal["prior", "network"] = "prior",
-    first_t: Literal["prior", "one"] = "prior",
-    kde: Literal["lse", "repo"] = "lse",
+    first_t: Literal["prior", "one"] = "one",
     kde_bandwidth: float = 0.55,
     kernel: Literal["rbf", "imq"] = "rbf",
     local_loop_steps: int | None = None,
@@ -41,8 +40,12 @@ def parallel_dsvgd(
 
     $\nabla \log q = \nabla \log p_0 + \sum_k \nabla \log t_k$,
 
-    each $t_k$ a kernel density estimate of what its client sent. Those of
-    first_t="prior" stand for p_0·t_k: then p_0 is taken off again for all but one.
+    each $t_k$ a kernel density estimate, by log-sum-exp, of what its client sent; the
+    factor of a client that fails is missing for that round. With first_t="prior"
+    those stand for p_0·t_k, and the estimate of the particles that all of them started
+    as is taken off each. p_0 itself cannot be: no estimate is narrower than its kernel,
+    and a prior that is would be divided by more often than it is multiplied (Bayesian
+    logistic regression of 30 clients went to 50 % accuracy).
 
     Args:
       task: model; `training` gives L, and the server's optimiser too.
@@ -52,8 +55,8 @@ def parallel_dsvgd(
       gamma_shape: as in `dsvgd`.
       gamma_rate: as in `dsvgd`.
       initial: as in `dsvgd`.
-      first_t: as in `dsvgd`.
-      kde: as in `dsvgd`; without an estimate there is nothing to multiply.
+      first_t: as in `dsvgd`, but "one" by default: with "prior" the accuracy rose and
+        fell again in the same experiment (`docs/dsvgd.md`).
       kde_bandwidth: as in `dsvgd`.
       kernel: as in `dsvgd`.
       local_loop_steps: L' as in `dsvgd`.
@@ -62,7 +65,6 @@ def parallel_dsvgd(
     Raises:
       ValueError: an option outside its range.
     """
-    checks.one_of("kde", kde, ("lse", "repo"))
     posterior = posterior_of(
         task,
         particles=particles,
@@ -72,8 +74,8 @@ def parallel_dsvgd(
         gamma_rate=gamma_rate,
         initial=initial,
         kernel=kernel,
-        kde=kde,
         kde_bandwidth=kde_bandwidth,
+        copies=3,  # their old and new ones, and the uploads
     )
     side = SteinClient(posterior, first_t, local_loop_steps).check()
     training = task.training
@@ -91,30 +93,43 @@ def parallel_dsvgd(
 
     def server_update(key, round, server, aggregate):
         present = aggregate.weight > 0
-        priors = 1.0 if first_t == "one" else 1.0 - present.sum()
         optimizer = training.optimizer_at(round)
+        density = posterior.density_scores
 
         def scores_at(q):
+            first = jax.tree.map(jnp.zeros_like, q)
+            if first_t == "prior":
+                first = density(q, server.first)
+
             def add(total, factor):
-                scores = posterior.density_scores(q, factor[0])
                 # `where`: an absent client's zeros are no density.
                 return jax.tree.map(
-                    lambda a, s: a + jnp.where(factor[1], s, 0.0), total, scores
+                    lambda a, t, f: a + jnp.where(factor[1], t - f, 0.0),
+                    total,
+                    density(q, factor[0]),
+                    first,
                 ), ()
 
-            start = jax.tree.map(lambda s: priors * s, posterior.prior_scores(q))
-            return jax.lax.scan(add, start, (aggregate.statistics, present))[0]
+            factors = (aggregate.statistics, present)
+            return jax.lax.scan(add, posterior.prior_scores(q), factors)[0]
 
         def step(_, carry):
             q, moments = carry
             return posterior.step(optimizer, q, scores_at(q), moments)
 
         start = (server.particles, optimizer.init(server.particles))
-        return Server(jax.lax.fori_loop(0, server_steps, step, start)[0])
+        q, _ = jax.lax.fori_loop(0, server_steps, step, start)
+        return server._replace(particles=q)
+
+    def init(key):
+        particles = posterior.init(key)
+        return Server(particles, particles)
 
     return side.algorithm(
         "parallel_dsvgd",
         task,
+        init=init,
+        broadcast=lambda server: server._replace(first=()),
         client_update=client_update,
         server_update=server_update,
         cohort="all",

@@ -14,7 +14,7 @@ from fedvi.algorithm import Algorithm, Task
 from fedvi.evaluation import fold_batches
 from fedvi.local import Batch, LocalTraining, fold_minibatches, num_steps
 from fedvi.particle_posterior import ParticlePosterior
-from fedvi.stein import KERNELS, hip, ksd, squared_norm
+from fedvi.stein import KERNELS, hip, squared_norm
 
 __all__ = ["Client", "Server", "SteinClient", "posterior_of"]
 
@@ -26,9 +26,11 @@ class Server(NamedTuple):
 
     Attributes:
       particles: of the global posterior q, leaves `[particles, ...]`.
+      first: those that q started with, where the server needs them; not sent.
     """
 
     particles: Any
+    first: Any = ()
 
 
 class Client(NamedTuple):
@@ -50,15 +52,20 @@ def posterior_of(
     precision: float,
     gamma_shape: float,
     gamma_rate: float,
+    copies: int,
     **options,
 ) -> ParticlePosterior:
-    """The particle posterior that the options of `dsvgd` describe."""
+    """The particle posterior that the options of `dsvgd` describe.
+
+    `copies` particle sets of each client lie in memory at once.
+    """
     checks.one_of("prior", prior, ("gaussian", "hierarchical"))
     if prior == "gaussian":
         density = priors.gaussian(task.model, precision)
     else:
         density = priors.hierarchical(task.model, gamma_shape, gamma_rate)
-    return ParticlePosterior(task.model, density, **options).check(task.clients)
+    posterior = ParticlePosterior(task.model, density, **options)
+    return posterior.check(kept=copies * task.clients)
 
 
 class SteinClient(NamedTuple):
@@ -82,11 +89,6 @@ class SteinClient(NamedTuple):
         for name in ("local_loop_steps", "report_batch_size"):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), 1)
-        if self.first_t == "one" and self.posterior.kde == "off":
-            raise ValueError(
-                "first_t='one' leaves the prior to the density estimate, which "
-                "kde='off' switches off: use first_t='prior'"
-            )
         return self
 
     def algorithm(self, name: str, task: Task, **rest) -> Algorithm:
@@ -101,9 +103,9 @@ class SteinClient(NamedTuple):
             q = server.particles
             return self.global_loop(key, 0, q, client, data, task.finetuning)[0]
 
+        rest.setdefault("init", lambda key: Server(self.posterior.init(key)))
         return Algorithm(
             name=name,
-            init=lambda key: Server(self.posterior.init(key)),
             init_client=self.init,
             global_predictive=lambda key, server, x, mask: predict(
                 server.particles, x, mask
@@ -174,19 +176,35 @@ class SteinClient(NamedTuple):
         """S(q, tilted density of this client) at the global particles (Eq. 17)."""
         q = server.particles
         likelihood = self.report_scores(key, server, client, data)
-        scores = _sum(likelihood, *self._rest(q, q, client).values())
-        return ksd(q, scores, kernel=KERNELS[self.posterior.kernel])
+        rest = self._rest(q, q, client).values()
+        scores = [_sum(one, *rest) for one in likelihood]
+        return hip(q, scores[0], scores[-1], kernel=KERNELS[self.posterior.kernel])
 
     def report_scores(self, key, server, client, data):
-        """∇ log p_k at the global particles (step 4 of Algorithm 2)."""
-        q, scores_of = server.particles, self.posterior.likelihood_scores
-        capacity = data.y.shape[0]
+        """∇ log p_k at the global particles (step 4 of Algorithm 2), once or twice.
+
+        Once from all examples, or twice from independent draws of `report_batch_size`:
+        noise that all particles share does not average out of a square, but out of a
+        product of two.
+        """
         drawn = self.report_batch_size
-        if drawn is not None and drawn < capacity:
+        if drawn is None:
+            return (self._full_scores(server.particles, data),)
+
+        def one(key):
             slots = jax.random.randint(key, (drawn,), 0, jnp.maximum(data.size, 1))
             mask = jnp.broadcast_to(data.size > 0, (drawn,))
             batch = Batch(data.x[slots], data.y[slots], mask)
-            return scores_of(q, batch, data.size)[0]
+            return self.posterior.likelihood_scores(server.particles, batch, data.size)[
+                0
+            ]
+
+        first, second = jax.random.split(key)
+        return one(first), one(second)
+
+    def _full_scores(self, q, data):
+        """∇ log p_k at q from all of a client's examples."""
+        scores_of, capacity = self.posterior.likelihood_scores, data.y.shape[0]
         if capacity <= _EXAMPLES_AT_ONCE:
             mask = jnp.arange(capacity) < data.size
             batch = Batch(_only_real(data.x, mask), data.y, mask)
@@ -202,11 +220,11 @@ class SteinClient(NamedTuple):
     def hip_with_mean(self, server, reports, counts):
         """⟨φ_k, φ'⟩ of every client (Eq. 24); φ' is that of the mean score."""
         weights = counts / jnp.maximum(counts.sum(), 1)
-        mean = jax.tree.map(lambda s: jnp.tensordot(weights, s, axes=1), reports)
+        mean = jax.tree.map(lambda s: jnp.tensordot(weights, s, axes=1), reports[-1])
         kernel = KERNELS[self.posterior.kernel]
         return jax.vmap(
             lambda scores: hip(server.particles, scores, mean, kernel=kernel)
-        )(reports)
+        )(reports[0])
 
     def _tilted(self, particles, q, client: Client, batch, size):
         """The terms of ∇ log p̃_k at `particles`, by name, and the mean loss."""

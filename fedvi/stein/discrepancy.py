@@ -33,8 +33,9 @@ def hip(
     + \nabla_{\theta_i} k_{ij}^\top s_2(\theta_j)
     + \mathrm{tr} \nabla_{\theta_i} \nabla_{\theta_j} k_{ij} \right]$
 
-    Bilinear but for the last term, and symmetric. It is negative where p1 and p2 pull
-    the particles in opposite directions.
+    Symmetric, and affine in each of the scores: a weighted mean of inner products is
+    that with the weighted mean score (Lemma 3). It is negative where p1 and p2 pull the
+    particles in opposite directions.
 
     Args:
       particles: leaves `[N, ...]`, drawn from q.

@@ -87,9 +87,10 @@ def median_bandwidth(particles: Any) -> jax.Array:
     for one particle; Liu and Wang's code and DSVGD's have log(N + 1), but take the
     median over the N zero distances of a particle to itself as well.
 
-    Where at least half of the pairs coincide, the mean square distance takes the place
-    of med²; if all do, or with one particle, h = 1, which then does not matter: the
-    kernel is 1 and nothing repels.
+    Where at least half of the pairs coincide, or all but coincide beside one thousands
+    of times as far apart, the mean square distance takes the place of med²; if all
+    coincide, or with one particle, h = 1, which then does not matter: the kernel is 1
+    and nothing repels.
 
     Args:
       particles: leaves `[N, ...]`.

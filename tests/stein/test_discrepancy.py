@@ -149,9 +149,9 @@ def test_it_vanishes_in_the_mean_for_draws_from_the_target():
 
     @jax.jit
     def statistics(draws):
-        return jax.vmap(
-            lambda x: ksd(x, -x, kernel=RBF, bandwidth=2.0, statistic="u")
-        )(draws)
+        return jax.vmap(lambda x: ksd(x, -x, kernel=RBF, bandwidth=2.0, statistic="u"))(
+            draws
+        )
 
     at_home = np.asarray(statistics(draws))
     assert abs(at_home.mean()) < 4 * at_home.std() / np.sqrt(200)

@@ -1,7 +1,6 @@
 """The density estimate against SciPy's mixture, its score against autodiff."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import logsumexp

@@ -26,9 +26,7 @@ def test_slope_and_curvature_are_the_derivatives_of_the_value(kernel):
     ratio = jnp.linspace(0.0, 5.0, 9)
     first, second = jax.grad(kernel.value), jax.grad(jax.grad(kernel.value))
     assert kernel.value(jnp.float32(0)) == 1
-    np.testing.assert_allclose(
-        kernel.slope(ratio), -jax.vmap(first)(ratio), rtol=1e-5
-    )
+    np.testing.assert_allclose(kernel.slope(ratio), -jax.vmap(first)(ratio), rtol=1e-5)
     np.testing.assert_allclose(
         kernel.curvature(ratio), jax.vmap(second)(ratio), rtol=1e-5
     )
