@@ -270,7 +270,7 @@ def test_a_report_from_a_minibatch_stands_for_all_examples():
     )
     keys = jax.random.split(KEY, 40)
     found = report(keys, Server(tree(Q)), visited(T), one(0))[0]["head"]
-    # Pairs of 4 points, drawn with replacement: each report is 4 times the mean of two of their scores.
+    # Two of 4 points, drawn with replacement, stand for all 4.
     points = -4 * np.einsum("nbi,ij->bnj", Q[:, None] - np.float64(X[0]), A[0])
     possible = [(points[i] + points[j]) / 2 for i in range(4) for j in range(i + 1)]
     which = [
@@ -425,7 +425,6 @@ def test_two_clients_arrive_at_the_posterior_of_all_data(builder, bandwidth, rou
         ("precision", 0.0, "positive"),
         ("initial", "zeros", "network"),
         ("first_t", "two", "prior"),
-        ("kde", "on", "lse"),
         ("kde_bandwidth", -1.0, "positive"),
         ("kernel", "laplace", "imq"),
         ("local_loop_steps", 0, "at least 1"),
@@ -442,8 +441,8 @@ def test_options_that_do_not_suit_one_another_are_refused():
         build(first_t="one", kde="off")
     with pytest.raises(ValueError, match="report_batch_size=0 must be at least 1"):
         build(report_batch_size=0)
-    with pytest.raises(ValueError, match=r"kde='off' must be one of \['lse', 'repo'"):
-        build(parallel_dsvgd, kde="off")
+    with pytest.raises(ValueError, match=r"kde='on' must be one of \['lse', 'repo'"):
+        build(kde="on")
     with pytest.raises(ValueError, match="server_steps=0 must be at least 1"):
         build(parallel_dsvgd, server_steps=0)
     for name in ("gamma_shape", "gamma_rate"):
