@@ -201,7 +201,7 @@ def proportional(
         # go to valid clients before others, and to absent ones last.
         ranks = (allowed, present, valid, log_p > -jnp.inf)
         rank = sum(mask.astype(jnp.int32) for mask in ranks)
-        chosen = jnp.lexsort((noise, drawn, rank))[-participants:]
+        chosen = jnp.lexsort((noise, drawn, rank))[::-1][:participants]
         return chosen.astype(jnp.int32), choice
 
     return Selection(clients, participants, select, measure, ids)

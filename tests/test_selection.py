@@ -135,17 +135,17 @@ def draw(selection, scores=SCORES, counts=EVERYONE, draws=DRAWS):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "weights"),
+    ("temperature", "floor", "weights"),
     [
-        (1.0, [3, 1, 0, 2, 0, 2]),
-        (0.5, [9, 1, 0, 4, 0, 4]),
-        (2.0, [3**0.5, 1, 0, 2**0.5, 0, 2**0.5]),
-        (float("inf"), [1, 1, 0, 1, 0, 1]),
-        (0, [1, 0, 0, 0, 0, 0]),
+        (1.0, 0.0, [3, 1, 0, 2, 0, 2]),
+        (1.0, 0.3, [3, 1, 0, 2, 0, 2]),
+        (0.5, 0.3, [9, 1, 0, 4, 0, 4]),
+        (2.0, 0.0, [3**0.5, 1, 0, 2**0.5, 0, 2**0.5]),
+        (float("inf"), 0.3, [1, 1, 0, 1, 0, 1]),
+        (0, 0.0, [1, 0, 0, 0, 0, 0]),
     ],
 )
-@pytest.mark.parametrize("floor", [0.0, 0.3])
-def test_clients_are_drawn_in_proportion(temperature, weights, floor):
+def test_clients_are_drawn_in_proportion(temperature, floor, weights):
     """(1 - f) s^(1/T) / Σ + f / N, and as often as that."""
     selection = proportional(6, 1, "ksd", temperature=temperature, floor=floor)
     assert selection.measure == "ksd"
@@ -157,6 +157,16 @@ def test_clients_are_drawn_in_proportion(temperature, weights, floor):
     assert (np.abs(share - expected) <= 4.5 * errors + 1e-9).all()
     np.testing.assert_allclose(choice.clipped, 4 / 12, rtol=1e-6)
     assert not choice.uniform and not choice.invalid.any()
+
+
+def test_a_greedy_cohort_is_that_of_the_largest_scores():
+    """Whatever the floor; only ties are left to chance. A tiny T comes to the same."""
+    ids, choice = draw(proportional(6, 3, "ksd", temperature=0, floor=0.3), draws=200)
+    assert (ids[:, 0] == 0).all() and (np.sort(ids[:, 1:], axis=1) == [3, 5]).all()
+    assert set(ids[:, 1]) == {3, 5}
+    assert choice.probabilities.tolist() == [1, 0, 0, 0, 0, 0]
+    ids, _ = draw(proportional(6, 4, "ksd", temperature=1e-3, floor=0.0), draws=200)
+    assert (ids[:, 0] == 0).all() and (ids[:, 3] == 1).all()
 
 
 def test_scores_of_any_size_neither_overflow_nor_vanish():

@@ -281,6 +281,39 @@ def test_a_report_from_a_minibatch_stands_for_all_examples():
     np.testing.assert_allclose(points.mean(0), likelihood(np.float64(Q), 0), rtol=1e-6)
 
 
+def test_reports_from_two_draws_are_unbiased():
+    """A square of one draw is not: its noise is the same for every particle."""
+    algorithm = build(report_batch_size=1)
+    keys = jax.random.split(KEY, 20_000)
+
+    @jax.jit
+    def reports(keys):
+        measures = algorithm.importance
+        server, client, data = Server(tree(Q)), visited(T), one(0)
+
+        def both(key):
+            scores = measures["hip"].report(key, server, client, data)
+            hilbert = measures["hip"].score(
+                server,
+                jax.tree.map(lambda s: s[None], scores),
+                jnp.ones(1, bool),
+            )
+            return (
+                measures["ksd"].report(key, server, client, data),
+                hilbert[0],
+                ksd(Q, scores[0]["head"]),
+            )
+
+        return jax.vmap(both)(keys)
+
+    found, hilbert, squared = map(np.asarray, reports(keys))
+    scores = np.float32(likelihood(np.float64(Q), 0))
+    rest = np.float32(kde(Q, Q) - kde(Q, T) - PRECISION * Q)
+    for values, exact in ((found, ksd(Q, scores + rest)), (hilbert, ksd(Q, scores))):
+        assert abs(values.mean() - exact) < 4.5 * values.std() / np.sqrt(len(keys))
+    assert squared.mean() - ksd(Q, scores) > 20 * squared.std() / np.sqrt(len(keys))
+
+
 @pytest.mark.parametrize("kernel", ["rbf", "imq"])
 def test_the_hilbert_score_is_the_mean_over_the_clients(kernel):
     """Eq. 24 by its definition; a client that does not count is in no mean."""
@@ -384,15 +417,18 @@ def gaussian_recursion(widths, bandwidth, rounds, parallel):
 
 
 @pytest.mark.parametrize(
-    ("builder", "bandwidth", "rounds"), [(dsvgd, 1.0, 8), (parallel_dsvgd, 0.55, 4)]
+    ("builder", "bandwidth", "rounds", "tolerance"),
+    [(dsvgd, 1.0, 8, 0.1), (parallel_dsvgd, 0.55, 4, 0.2)],
 )
-def test_two_clients_arrive_at_the_posterior_of_all_data(builder, bandwidth, rounds):
+def test_two_clients_arrive_at_the_posterior_of_all_data(
+    builder, bandwidth, rounds, tolerance
+):
     """A posterior of standard deviation 1.4, held by 100 particles.
 
     Every estimate widens its particles by b², so that the methods' own fixed point is
     not quite the posterior: the variance is compared with that of the same recursion
-    of Gaussians, within the 20% that SVGD with 100 particles and a short loop are
-    off; the mean, which no widening moves, with the exact one.
+    of Gaussians, within what SVGD with 100 particles and a short loop are off (6 and
+    14%); the mean, which no widening moves, with the exact one.
     """
     model = gaussian_model(np.array([[[0.06]], [[0.05]]]))
     training = LocalTraining(
@@ -413,7 +449,7 @@ def test_two_clients_arrive_at_the_posterior_of_all_data(builder, bandwidth, rou
     mean = (widths[0] * x[0].mean() + widths[1] * x[1, :3].mean()) / precision
     assert abs(q.mean() - mean) < 0.15 / np.sqrt(precision)
     expected = gaussian_recursion(widths, bandwidth, rounds, parallel)
-    assert abs(q.var() / expected - 1) < 0.2
+    assert abs(q.var() / expected - 1) < tolerance
     assert abs(q.var() * precision - 1) < 0.35
 
 
@@ -439,6 +475,9 @@ def test_options_are_checked_by_name_at_construction(builder, option, value, mes
 def test_options_that_do_not_suit_one_another_are_refused():
     with pytest.raises(ValueError, match="first_t='one' leaves the prior to the dens"):
         build(first_t="one", kde="off")
+    for options in ({"kde": "repo"}, {"initial": "network"}):
+        with pytest.raises(ValueError, match="first_t='one' leaves the prior to"):
+            build(first_t="one", **options)
     with pytest.raises(ValueError, match="report_batch_size=0 must be at least 1"):
         build(report_batch_size=0)
     with pytest.raises(ValueError, match=r"kde='on' must be one of \['lse', 'repo'"):
