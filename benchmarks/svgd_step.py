@@ -26,8 +26,11 @@ from fedvi.stein import svgd_direction
 
 flags.DEFINE_multi_string(
     "size",
-    ["50x55", "200x55", "1000x55", "50x7850", "200x7850", "1000x7850"]
-    + ["20x79510", "200x79510", "1000x79510"],
+    [
+        *("50x55", "200x55", "1000x55"),
+        *("50x7850", "200x7850", "1000x7850"),
+        *("20x79510", "200x79510", "1000x79510"),
+    ],
     "Particles x dimension.",
 )
 flags.DEFINE_integer("calls", 20, "Most steps that are timed.", lower_bound=1)

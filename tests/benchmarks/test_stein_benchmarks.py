@@ -1,0 +1,64 @@
+"""The benchmarks of SVGD and of client selection run and write what they measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(script, *flags):
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *flags],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_times_a_step_and_counts_its_memory(tmp_path):
+    out = tmp_path / "results" / "tiny"
+    process = run("svgd_step.py", "--size=3x4", "--calls=2", f"--out={out}")
+    assert process.returncode == 0, process.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    (size,) = report["sizes"]
+    assert (size["particles"], size["dimension"], size["flops"]) == (3, 4, 144)
+    for system in size["systems"].values():
+        assert 0 < system["min"] <= system["median"] <= system["max"]
+    if "blackjax" in report["versions"]:
+        assert size["ratio"] > 0 and report["disagreement"] < 1e-4
+    else:
+        assert size["ratio"] is None
+    assert out.with_suffix(".md").read_text() in process.stdout
+
+
+def test_a_step_that_does_not_fit_is_compiled_and_not_run(tmp_path):
+    out = tmp_path / "tiny"
+    process = run("svgd_step.py", "--size=3x4", "--memory_gib=1e-12", f"--out={out}")
+    assert process.returncode == 0, process.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert "median" not in report["sizes"][0]["systems"]["fedvi"]
+    assert "does not fit" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("size", ["3", "0x4"])
+def test_a_size_that_is_none_is_refused(size):
+    process = run("svgd_step.py", f"--size={size}")
+    assert process.returncode != 0
+    assert f"--size={size} must look like 200x7850" in process.stdout + process.stderr
+
+
+def test_times_the_rounds_of_every_selection(tmp_path):
+    out = tmp_path / "tiny"
+    sizes = ["--clients=4", "--particles=2", "--steps=1", "--calls=2", "--rounds=1"]
+    process = run("selection_time.py", *sizes, f"--out={out}")
+    assert process.returncode == 0, process.stderr
+    (result,) = json.loads(out.with_suffix(".json").read_text())["results"]
+    assert set(result["milliseconds"]) == {"uniform", "ksd", "hip"}
+    for times in result["milliseconds"].values():
+        assert 0 < times["min"] <= times["median"] <= times["max"]
+        assert times["share"] < 1
+    assert result["milliseconds"]["uniform"]["share"] == 0
+    assert out.with_suffix(".md").read_text() in process.stdout
