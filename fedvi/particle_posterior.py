@@ -4,6 +4,7 @@ What the Stein algorithms share. A particle set has leaves `[particles, ...]`; e
 function sees one client's data at most.
 """
 
+import numbers
 import os
 from typing import Any, NamedTuple
 
@@ -61,6 +62,8 @@ class ParticlePosterior(NamedTuple):
         checks.positive("kde_bandwidth", self.kde_bandwidth)
         checks.finite("kde_bandwidth", self.kde_bandwidth)
         checks.at_least("particles", self.particles, 1)
+        if not isinstance(self.particles, numbers.Integral):
+            raise ValueError(f"particles={self.particles!r} must be a whole number")
         most = _most_particles(self.model, kept)
         if self.particles > most:
             raise ValueError(

@@ -187,6 +187,8 @@ def proportional(
     ids = _ids(clients, candidates)
     _check(len(ids), participants)
     checks.at_least("temperature", temperature, 0)
+    if not isinstance(measure, str):
+        raise ValueError(f"measure={measure!r} must be a name in Algorithm.importance")
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor!r} must lie in [0, 1]")
     allowed = np.isin(np.arange(clients), ids)

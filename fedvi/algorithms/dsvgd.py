@@ -28,7 +28,7 @@ def dsvgd(
     gamma_shape: float = 1.0,
     gamma_rate: float = 0.01,
     initial: Literal["prior", "network"] = "prior",
-    first_t: Literal["prior", "one"] = "prior",
+    first_t: Literal["prior", "one"] = "one",
     kde: Literal["lse", "repo", "off"] = "lse",
     kde_bandwidth: float = 0.55,
     kernel: Literal["rbf", "imq"] = "rbf",
@@ -63,20 +63,22 @@ def dsvgd(
       gamma_rate: of the hierarchical prior. The papers' 0.01; DSVGD's code has 100.
       initial: first particles: "prior" draws from p_0, "network" the network's own
         initial weights.
-      first_t: "prior": t_k starts as the global particles and stands for p_0·t_k, and
-        every visit adds ∇ log p_0, so that the target of a run's first visit is exactly
-        p_0·p_k (DSVGD's code). "one": t_k = 1 until the client's first visit, as
-        Algorithm 1 says, and p_0 is only in the particles that q starts with; those
-        of t_k are then draws from p_0 too, moved by L' steps.
+      first_t: "one": t_k = 1 until the client's first visit, as Algorithm 1 says, and
+        p_0 is only in the particles that q starts with; those of t_k are draws from
+        p_0 too, moved by L' steps. "prior" (DSVGD's code): t_k starts as the global
+        particles and stands for p_0·t_k, and every visit adds ∇ log p_0, so that the
+        target of a run's first visit is exactly p_0·p_k. What follows is not: all of
+        p_0 against one client's data, it shrank the weights of small clients to
+        nothing (`docs/dsvgd.md`).
       kde: "lse"; "repo" as the public code, whose terms all but vanish; "off": none,
         so that a visit is SVGD on p_0·p_k.
       kde_bandwidth: standard deviation of the estimates' kernel (0.55).
       kernel: of SVGD and the discrepancies: "rbf" (the papers) or "imq".
-      local_loop_steps: L'; default L.
-      report_batch_size: examples of each of the two independent draws, with
-        replacement, from which a client computes its report; two make KSD and HIP
-        unbiased, and double what it sends for the HIP. Default: all it has, the
-        likelihood of the paper.
+      local_loop_steps: L', steps of the local loop; None: L, the minibatches of a
+        visit.
+      report_batch_size: examples of each of the two draws, with replacement, from
+        which a client computes its report; None: all it has, the paper's likelihood.
+        Two draws make KSD and HIP unbiased, and double what it sends for the HIP.
 
     Raises:
       ValueError: an option outside its range; first_t="one" without a density estimate

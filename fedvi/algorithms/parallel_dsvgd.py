@@ -55,8 +55,7 @@ def parallel_dsvgd(
       gamma_shape: as in `dsvgd`.
       gamma_rate: as in `dsvgd`.
       initial: as in `dsvgd`.
-      first_t: as in `dsvgd`, but "one" by default: with "prior" the accuracy rose and
-        fell again in the same experiment (`docs/dsvgd.md`).
+      first_t: as in `dsvgd`.
       kde_bandwidth: as in `dsvgd`.
       kernel: as in `dsvgd`.
       local_loop_steps: L' as in `dsvgd`.

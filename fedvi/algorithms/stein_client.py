@@ -60,6 +60,7 @@ def posterior_of(
     `copies` particle sets of each client lie in memory at once.
     """
     checks.one_of("prior", prior, ("gaussian", "hierarchical"))
+    checks.positive("precision", precision)
     if prior == "gaussian":
         density = priors.gaussian(task.model, precision)
     else:

@@ -176,7 +176,7 @@ class ExperimentConfig:
     )
     epochs: int = setting(1, "τ, local epochs a round.", at_least=1)
     batch_size: int = setting(50, "Examples a step.", at_least=1)
-    learning_rate: float = setting(0.1, "Of the clients' SGD.", above=0)
+    learning_rate: float = setting(0.1, "Of the clients' optimiser.", above=0)
     lr_decay: float = setting(
         0.1, "Factor on the learning rate at each of lr_decay_at.", above=0, at_most=1
     )

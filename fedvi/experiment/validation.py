@@ -88,7 +88,8 @@ def _check_end(config) -> None:
         )
     if config.window > config.rounds:
         raise ValueError(
-            f"window={config.window} must be at most rounds={config.rounds}"
+            f"window={config.window} must be at most rounds={config.rounds}: give a "
+            "smaller window, or 0 for the last round's figures"
         )
     if config.window and config.final_rounds:
         raise ValueError(

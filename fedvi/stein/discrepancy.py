@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.stein import particles as sets
-from fedvi.stein.kernels import RBF, Kernel, gram
+from fedvi.stein.kernels import RBF, Kernel, check_kernel, gram
 from fedvi.stein.svgd import repulsion
 
 __all__ = ["hip", "ksd"]
@@ -86,6 +86,7 @@ def ksd(
 
 
 def _hip(particles, scores1, scores2, kernel, bandwidth, *, diagonal: bool):
+    check_kernel(kernel)
     count = sets.check("particles", particles)
     sets.check_like("scores1", scores1, particles)
     sets.check_like("scores2", scores2, particles)

@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedvi import checks
 from fedvi.stein import particles as sets
 
-__all__ = ["IMQ", "KERNELS", "RBF", "Gram", "Kernel", "gram", "median_bandwidth"]
+__all__ = [
+    "IMQ",
+    "KERNELS",
+    "RBF",
+    "Gram",
+    "Kernel",
+    "check_kernel",
+    "gram",
+    "median_bandwidth",
+]
 
 
 class Kernel(NamedTuple):
@@ -49,6 +59,14 @@ KERNELS: dict[str, Kernel] = {"rbf": RBF, "imq": IMQ}
 _INFINITY = 0x7F800000  # the bits of float32's inf; those of positive numbers are less
 
 
+def check_kernel(kernel: Any) -> None:
+    """Raises `ValueError` unless `kernel` is a `Kernel`."""
+    if not isinstance(kernel, Kernel):
+        raise ValueError(
+            f"kernel={kernel!r} must be a fedvi.stein.Kernel: RBF, IMQ or KERNELS[name]"
+        )
+
+
 class Gram(NamedTuple):
     """A kernel between the particles of one set.
 
@@ -74,9 +92,15 @@ def gram(particles: Any, bandwidth: float | jax.Array | None) -> Gram:
     squares = jnp.where(jnp.eye(len(squares), dtype=bool), 0.0, squares)
     if bandwidth is None:
         bandwidth = _median_of(squares)
-    elif isinstance(bandwidth, numbers.Real):  # a traced one cannot be looked at
-        checks.positive("bandwidth", bandwidth)
-        checks.finite("bandwidth", bandwidth)
+    elif not isinstance(bandwidth, (numbers.Real, jax.Array, np.ndarray)):
+        raise ValueError(
+            f"bandwidth={bandwidth!r} must be a positive number, or None for the "
+            "median heuristic"
+        )
+    elif not isinstance(bandwidth, jax.core.Tracer):  # those cannot be looked at
+        number = bandwidth if isinstance(bandwidth, numbers.Real) else float(bandwidth)
+        checks.positive("bandwidth", number)
+        checks.finite("bandwidth", number)
     return Gram(centred, squares / bandwidth, jnp.asarray(bandwidth, squares.dtype))
 
 

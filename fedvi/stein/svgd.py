@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedvi.stein import particles as sets
-from fedvi.stein.kernels import RBF, Gram, Kernel, gram
+from fedvi.stein.kernels import RBF, Gram, Kernel, check_kernel, gram
 
 __all__ = ["repulsion", "svgd_direction"]
 
@@ -43,6 +43,7 @@ def svgd_direction(
       ValueError: no particles, leaves that do not agree, scores of other shapes, or a
         bandwidth that is not positive and finite.
     """
+    check_kernel(kernel)
     count = sets.check("particles", particles)
     sets.check_like("scores", scores, particles)
     pairs = gram(particles, bandwidth)

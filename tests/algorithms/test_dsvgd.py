@@ -58,7 +58,12 @@ def task_of(**training) -> Task:
 
 
 def build(builder=dsvgd, training=None, **options):
-    options = {"particles": N, "precision": PRECISION, "kde_bandwidth": B} | options
+    options = {
+        "particles": N,
+        "precision": PRECISION,
+        "kde_bandwidth": B,
+        "first_t": "prior",
+    } | options
     return builder(task_of(**{"optimizer": "adagrad"} | (training or {})), **options)
 
 
@@ -388,7 +393,7 @@ def test_a_client_of_the_parallel_form_uploads_its_factor():
 def test_the_server_takes_as_many_steps_as_a_client(training, steps):
     """7 examples of 2 clients: 2 batches of 2 an epoch."""
     aggregated = aggregate(np.stack([T, NEW]), [1, 1])
-    default = build(parallel_dsvgd, training)
+    default = build(parallel_dsvgd, training, first_t="one")
     update = jax.jit(default.server_update)
     found = update(KEY, 0, Server(tree(Q), tree(Q)), aggregated)
     expected = svgd(Q, lambda x: kde(x, T) + kde(x, NEW) - PRECISION * x, steps)

@@ -155,6 +155,11 @@ def test_mistakes_are_named():
     for bandwidth in (0, -0.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"bandwidth={bandwidth!r} must be"):
             svgd_direction(PARTICLES, SCORES, bandwidth=bandwidth)
+    for bandwidth in (jnp.zeros(()), "median"):
+        with pytest.raises(ValueError, match="bandwidth=.* must be"):
+            svgd_direction(PARTICLES, SCORES, bandwidth=bandwidth)
+    with pytest.raises(ValueError, match="kernel='imq' must be a fedvi.stein.Kernel"):
+        svgd_direction(PARTICLES, SCORES, kernel="imq")
     with pytest.raises(ValueError, match=r"particles has leaves of shapes \[\(0, 5"):
         svgd_direction(PARTICLES[:0], SCORES[:0])
     with pytest.raises(ValueError, match="particles has leaves of shapes"):
