@@ -57,7 +57,8 @@ def federation(name, task, train, test):
         options = MEAN_FIELD[name]
         task = task._replace(training=ADAM, finetuning=ADAM)
     if name.endswith("dsvgd"):
-        options = STEIN
+        # Particles that start at a network's weights hold no prior.
+        options = STEIN | ({"first_t": "prior"} if name == "dsvgd" else {})
         task = task._replace(training=RMSPROP, finetuning=RMSPROP)
     algorithm = build(name, task, **options)
     cohort = {None: 5, "all": 7}.get(algorithm.cohort, algorithm.cohort)
