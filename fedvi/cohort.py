@@ -34,8 +34,9 @@ def clients_mesh(devices: int | None = None) -> Mesh:
 def map_reduce(
     fn: Callable,
     operands: Any,
-    ids: jax.Array,
+    items: Any,
     *,
+    count: jax.Array | int | None = None,
     chunk_size: int | None = None,
     mesh: Mesh | None = None,
 ):
@@ -47,9 +48,11 @@ def map_reduce(
     `mesh`, up to the order of float additions.
 
     Args:
-      fn: `(operands, id) -> (sums, outputs)`, two pytrees.
+      fn: `(operands, item) -> (sums, outputs)`, two pytrees.
       operands: pytree that every client reads; replicated over the devices.
-      ids: [cohort] int32.
+      items: what each client alone reads, leaves `[cohort, ...]`, spread over the
+        devices: ids `[cohort]` to look things up in `operands`, or the clients' data.
+      count: only the first `count` items enter the sums; None: all.
       chunk_size: clients in one vmap; None: the whole cohort of a device at once
         (fastest on an accelerator); 1: a plain loop (fastest on CPU, memory of one
         client).
@@ -58,17 +61,19 @@ def map_reduce(
     Returns:
       (sums: pytree without, outputs: pytree with a leading [cohort] axis).
     """
-    cohort = ids.shape[0]
+    cohort = jax.tree.leaves(items)[0].shape[0]
+    count = cohort if count is None else count
     devices = 1 if mesh is None else mesh.size
     per_device = -(-cohort // devices)
     chunks = -(-per_device // min(chunk_size or per_device, per_device))
     chunk = -(-per_device // chunks)
     slots = jnp.arange(devices * chunks * chunk)
-    ids = ids[slots % cohort]
+    if slots.size > cohort:
+        items = jax.tree.map(lambda a: a[slots % cohort], items)
 
     run = partial(_run_chunks, fn, chunks=chunks, chunk=chunk)
     if devices == 1:
-        sums, outputs = run(operands, ids, slots < cohort)
+        sums, outputs = run(operands, items, slots < count)
     else:
         # With check_vma=True the gradient with respect to a replicated value is summed
         # over the devices, unless every operand AND every constant that an algorithm's
@@ -83,31 +88,35 @@ def map_reduce(
             in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS)),
             out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
             check_vma=False,
-        )(operands, ids, slots < cohort)
+        )(operands, items, slots < count)
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)
 
 
-def _run_chunks(fn, operands, ids, valid, *, chunks, chunk):
-    def one(client_id, valid):
-        sums, outputs = fn(operands, client_id)
+def _run_chunks(fn, operands, items, valid, *, chunks, chunk):
+    def one(item, valid):
+        sums, outputs = fn(operands, item)
         return jax.tree.map(lambda s: jnp.where(valid, s, 0), sums), outputs
 
-    def run_chunk(ids, valid):
+    def run_chunk(items, valid):
         if chunk == 1:  # a vmap over one client would only slow matrix products down
-            sums, outputs = one(ids[0], valid[0])
+            sums, outputs = one(jax.tree.map(lambda a: a[0], items), valid[0])
             return sums, jax.tree.map(lambda a: a[None], outputs)
-        sums, outputs = jax.vmap(one)(ids, valid)
+        sums, outputs = jax.vmap(one)(items, valid)
         return jax.tree.map(lambda s: s.sum(0), sums), outputs
 
     if chunks == 1:
-        return run_chunk(ids, valid)
+        return run_chunk(items, valid)
 
     def body(total, chunk_of):
         sums, outputs = run_chunk(*chunk_of)
         return jax.tree.map(jnp.add, total, sums), outputs
 
-    ids, valid = ids.reshape(chunks, chunk), valid.reshape(chunks, chunk)
-    shapes = jax.eval_shape(lambda: run_chunk(ids[0], valid[0])[0])
+    items, valid = jax.tree.map(
+        lambda a: a.reshape(chunks, chunk, *a.shape[1:]), (items, valid)
+    )
+    shapes = jax.eval_shape(
+        lambda: run_chunk(*jax.tree.map(lambda a: a[0], (items, valid)))[0]
+    )
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    total, outputs = jax.lax.scan(body, start, (ids, valid))
+    total, outputs = jax.lax.scan(body, start, (items, valid))
     return total, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)

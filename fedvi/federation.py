@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedvi import checks, client_evaluation, contract
-from fedvi.algorithm import Aggregate, Algorithm, Importance, StackedAggregate
-from fedvi.client_evaluation import take
+from fedvi.algorithm import Algorithm
 from fedvi.cohort import map_reduce
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.keys import Purpose, derive
+from fedvi.participation import Call, Visit, next_server, participate, report
 from fedvi.selection import Choice, Selection, full
 
 __all__ = ["Federation", "RoundMetrics", "State"]
@@ -54,15 +54,6 @@ class RoundMetrics(NamedTuple):
     failed: jax.Array
     metrics: dict[str, jax.Array]
     choice: Choice | tuple[()] = ()
-
-
-def _all_finite(tree) -> jax.Array:
-    leaves = [
-        leaf
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]))
 
 
 class Federation:
@@ -228,29 +219,22 @@ class Federation:
     def _round(self, state: State, train: ClientData):
         """Selects, trains the cohort, aggregates, updates the server."""
         algorithm, round = self.algorithm, state.round
-        message = algorithm.broadcast(state.server)
-        ids, choice = self._select(state, message, train)
+        call = Call(state.key, round, algorithm.broadcast(state.server))
+        ids, choice = self._select(state, call, train)
         sums, outputs = self._over_clients(
-            self._client, (state.key, round, message, state.clients, train), ids
+            partial(self._visit, partial(participate, algorithm)),
+            (call, state.clients, train),
+            ids,
         )
-        participants = sums["participants"].astype(jnp.float32)
-        if algorithm.reduce == "stack":
-            aggregate = StackedAggregate(
-                outputs["statistics"],
-                outputs["weight"],
-                ids,
-                participants,
-                self.population,
-            )
-        else:
-            aggregate = Aggregate(
-                sums["statistics"], sums["weight"], participants, self.population
-            )
-        key = derive(state.key, Purpose.SERVER_UPDATE, round)
-        server = jax.lax.cond(
-            sums["weight"] > 0,
-            lambda: algorithm.server_update(key, round, state.server, aggregate),
-            lambda: state.server,
+        server, metrics = next_server(
+            algorithm,
+            state.key,
+            round,
+            state.server,
+            self.population,
+            ids,
+            sums,
+            outputs,
         )
         # Out-of-range ids are dropped: empty and failed clients keep their state.
         written = jnp.where(outputs["counts"], ids, self.clients)
@@ -259,65 +243,32 @@ class Federation:
             state.clients,
             outputs["client"],
         )
-        metrics = jax.tree.map(
-            lambda m: m / jnp.maximum(participants, 1), sums["metrics"]
-        )
         info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
         return State(server, clients, round + 1, state.key), info
 
-    def _client(self, operands, client_id):
-        """One participant: (what is summed, what is stacked)."""
-        key, round, message, clients, train = operands
-        client, data = take(clients, client_id), take(train, client_id)
-        output = self.algorithm.client_update(
-            derive(key, Purpose.CLIENT_UPDATE, round, client_id),
-            round,
-            message,
-            client,
-            data,
-        )
-        empty = data.size == 0
-        weight = jnp.asarray(output.weight, jnp.float32)
-        finite = _all_finite((output.statistics, output.client, weight))
-        counts = ~empty & finite
-        # `where`, not a product with 0, which would let a NaN through.
-        weight = jnp.where(counts, weight, 0.0)
-        keep = partial(jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0))
-        sums = {
-            "weight": weight,
-            "participants": counts.astype(jnp.int32),
-            "metrics": keep(dict(output.metrics)),
-        }
-        outputs = {
-            "client": output.client,
-            "weight": weight,
-            "counts": counts,
-            "empty": empty,
-            "failed": ~empty & ~finite,
-        }
-        statistics = keep(output.statistics)
-        if self.algorithm.reduce == "stack":
-            outputs["statistics"] = statistics
-        else:
-            sums["statistics"] = jax.tree.map(lambda s: weight * s, statistics)
-        return sums, outputs
+    @staticmethod
+    def _visit(one: Callable, operands, client_id):
+        """Calls `one(shared, Visit)`; operands: shared, clients, train, others."""
+        shared, clients, train, *others = operands
+        client, train, others = take((clients, train, tuple(others)), client_id)
+        return one(shared, Visit(client_id, client, train, others))
 
-    def _select(self, state: State, message: Any, train: ClientData):
+    def _select(self, state: State, call: Call, train: ClientData):
         """(ids of the cohort, how they were chosen)."""
         scores, counts = None, None
         if self.selection.measure is not None:
-            scores, counts = self._scores(state, message, train)
+            scores, counts = self._scores(state, call, train)
         key = derive(state.key, Purpose.SELECT, state.round)
         return self.selection.select(key, state.round, scores, counts)
 
-    def _scores(self, state: State, message: Any, train: ClientData):
+    def _scores(self, state: State, call: Call, train: ClientData):
         """`[clients]` scores of the candidates, and who of all holds data."""
         measure = self.algorithm.importance[self.selection.measure]
         candidates = self.selection.candidates
         ids = jnp.arange(self.clients) if candidates is None else candidates
         _, (reports, finite) = self._over_clients(
-            partial(self._report, measure),
-            (state.key, state.round, message, state.clients, train),
+            partial(self._visit, partial(report, measure)),
+            (call, state.clients, train),
             jnp.asarray(ids),
         )
         holds_data = train.size[ids] > 0
@@ -325,21 +276,6 @@ class Federation:
         scores = jnp.where(finite, scores, jnp.nan)
         everyone = jnp.zeros(self.clients, scores.dtype).at[ids].set(scores)
         return everyone, train.size > 0
-
-    def _report(self, measure: Importance, operands, client_id):
-        """`((), (report, whether it is finite))`; zeros where it is not."""
-        key, round, message, clients, train = operands
-        report = measure.report(
-            derive(key, Purpose.REPORT, round, client_id),
-            message,
-            take(clients, client_id),
-            take(train, client_id),
-        )
-        finite = _all_finite(report)
-        return (), (
-            jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), report),
-            finite,
-        )
 
     def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:
         """`evaluate` without `jit`; with `Algorithm.assign` it needs the train data."""
@@ -362,11 +298,21 @@ class Federation:
             raise ValueError(
                 f"algorithm={self.algorithm.name} knows no clusters: it has no assign"
             )
-        one = partial(client_evaluation.assign_cluster, self.algorithm)
-        ids = jnp.arange(self.clients)
-        return self._over_clients(one, (state, train), ids)[1]
+        return self._evaluate_each(client_evaluation.assign_cluster, state, train)
 
-    def _evaluate_each(self, one: Callable, *operands):
+    def _evaluate_each(self, one: Callable, state: State, *data_sets: ClientData):
         """`[clients, ...]` of a function of `client_evaluation`."""
-        one = partial(one, self.algorithm, self.eval_batch_size)
-        return self._over_clients(one, operands, jnp.arange(self.clients))[1]
+
+        def score(state, visit):
+            return (), one(self.algorithm, self.eval_batch_size, state, visit)
+
+        return self._over_clients(
+            partial(self._visit, score),
+            (state._replace(clients=()), state.clients, *data_sets),
+            jnp.arange(self.clients),
+        )[1]
+
+
+def take(tree, index):
+    """One entry of every leaf's leading axis."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)

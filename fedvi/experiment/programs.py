@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.federation import Federation, RoundMetrics, State
+from fedvi.participation import all_finite
 
 __all__ = ["Evaluation", "Programs", "state_shapes"]
 
@@ -106,7 +107,7 @@ class Programs:
             if federation.algorithm.assign is not None:
                 clusters = federation.pure_clusters(state, train)
             scores = federation.pure_evaluate(state, train, test)
-            return Evaluation(scores, _all_finite(state.server), clusters)
+            return Evaluation(scores, all_finite(state.server), clusters)
 
         fn = self._over_seeds(one)
         return self._compile("evaluate", fn, states, self._train, self._test)
@@ -162,8 +163,3 @@ def _init(federation: Federation, seeds: jax.Array) -> State:
 
 def _replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def _all_finite(tree: Any) -> jax.Array:
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all()
