@@ -11,6 +11,7 @@ from fedvi.algorithm import (
 from fedvi.data import ClientData
 from fedvi.federation import Federation, RoundMetrics, State
 from fedvi.local import LocalTraining
+from fedvi.streaming import StreamedFederation
 
 __version__ = "0.1.0"
 
@@ -25,5 +26,6 @@ __all__ = [
     "RoundMetrics",
     "StackedAggregate",
     "State",
+    "StreamedFederation",
     "Task",
 ]

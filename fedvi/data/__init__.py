@@ -8,6 +8,12 @@ from fedvi.data.client_data import (
     federate,
     hold_out,
 )
+from fedvi.data.client_files import (
+    ClientArrays,
+    ClientFiles,
+    ClientSource,
+    write_client_files,
+)
 from fedvi.data.clusters import CLUSTER_TRANSFORMS, join_halves, transform_half
 from fedvi.data.label_filters import keep_classes, one_against_rest
 from fedvi.data.partitions import (
@@ -28,7 +34,10 @@ from fedvi.data.transforms import crop_and_flip, pixel_statistics, standardise
 __all__ = [
     "CLUSTER_TRANSFORMS",
     "PARTITIONS",
+    "ClientArrays",
     "ClientData",
+    "ClientFiles",
+    "ClientSource",
     "Dataset",
     "FederatedData",
     "Partition",
@@ -53,4 +62,5 @@ __all__ = [
     "standardise",
     "transform_half",
     "validate",
+    "write_client_files",
 ]

@@ -1,0 +1,201 @@
+"""What clients keep between rounds, in memory or on disk: of those met so far only."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["ClientStore"]
+
+INDEX = "index.npz"
+MINIMUM = 64  # slots
+
+
+class ClientStore:
+    """States of the clients that took part so far, one slot each.
+
+    Slots that the last `commit` refers to are not written to before the next one:
+    a run that is killed at any moment goes on from its last commit. A client thus
+    takes up to two slots. The index, eight bytes a client of the population, is all
+    that stays in memory if there is a folder; slots are mapped files then.
+
+    Args:
+      like: pytree of shapes and types of ONE client's state; typed keys are allowed.
+      clients: size of the population.
+      folder: where the slots lie; None: in memory. What an earlier store committed
+        there is taken over.
+
+    Raises:
+      ValueError: the folder's states have another structure or population, or a file
+        of it is damaged (named).
+    """
+
+    def __init__(self, like: Any, clients: int, folder: str | Path | None = None):
+        self._like = like
+        self._leaves = [_plain(leaf) for leaf in jax.tree.leaves(like)]
+        self._folder = None if folder is None else Path(folder)
+        self._index = np.full(clients, -1, np.int32)
+        self._arrays = [np.empty((0, *s.shape), s.dtype) for s in self._leaves]
+        self._free: list[int] = []
+        self.note: dict[str, Any] = {}
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if (self._folder / INDEX).exists():
+                self._take_over()
+        self._committed = self._index.copy()
+
+    @property
+    def visited(self) -> int:
+        """Number of clients that have a state here."""
+        return int((self._index >= 0).sum())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots, used and free."""
+        return sum(array.nbytes for array in self._arrays)
+
+    def read(self, ids: np.ndarray) -> tuple[Any, np.ndarray]:
+        """(states of some clients, leaves `[len(ids), ...]`; which were met before).
+
+        The state of a client that was not is zeros.
+        """
+        slots = self._index[ids]
+        known = slots >= 0
+        leaves = []
+        for array, plain in zip(self._arrays, self._leaves):
+            rows = np.zeros((len(ids), *plain.shape), plain.dtype)
+            rows[known] = array[slots[known]]
+            leaves.append(rows)
+        keys = zip(leaves, jax.tree.leaves(self._like))
+        leaves = [_typed(rows, leaf) for rows, leaf in keys]
+        return jax.tree.unflatten(jax.tree.structure(self._like), leaves), known
+
+    def write(self, ids: np.ndarray, states: Any) -> None:
+        """Keeps the states of some clients, all different, leaves `[len(ids), ...]`."""
+        slots = self._index[ids]
+        fresh = (slots < 0) | (slots == self._committed[ids])
+        slots[fresh] = self._take_free(int(fresh.sum()))
+        for array, leaf in zip(self._arrays, jax.tree.leaves(states)):
+            array[slots] = _untyped(leaf)
+        self._index[ids] = slots
+
+    def commit(self, note: dict[str, Any] | None = None) -> None:
+        """Makes what was written since the last time permanent, all or nothing.
+
+        Args:
+          note: JSON-like; kept in `note`, such as the round that the states belong to.
+        """
+        self.note = note or {}
+        if self._folder is not None:
+            for array in self._arrays:
+                if isinstance(array, np.memmap):
+                    array.flush()
+            self._save_index()
+        replaced = self._committed[self._committed != self._index]
+        self._free.extend(replaced[replaced >= 0].tolist())
+        self._committed = self._index.copy()
+
+    def _take_free(self, count: int) -> np.ndarray:
+        if count > len(self._free):
+            self._grow(count - len(self._free))
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return np.array(taken, np.int32)
+
+    def _grow(self, wanted: int) -> None:
+        old = self._slots
+        new = max(MINIMUM, old + wanted, old + old // 2)
+        self._arrays = [
+            self._resize(number, array, new)
+            for number, array in enumerate(self._arrays)
+        ]
+        self._free = list(range(new - 1, old - 1, -1)) + self._free
+
+    @property
+    def _slots(self) -> int:
+        return len(self._arrays[0]) if self._arrays else 0
+
+    def _resize(self, number: int, array: np.ndarray, slots: int) -> np.ndarray:
+        shape = (slots, *array.shape[1:])
+        if self._folder is None:
+            larger = np.empty(shape, array.dtype)
+            larger[: len(array)] = array
+            return larger
+        path = self._path(number)
+        # Only what is written takes room on the disk.
+        with open(path, "ab") as file:
+            file.truncate(int(np.prod(shape)) * array.dtype.itemsize)
+        return np.memmap(path, array.dtype, "r+", shape=shape)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"leaf_{number:03d}.bin"
+
+    def _save_index(self) -> None:
+        header = {
+            "slots": self._slots,
+            "leaves": [[list(s.shape), str(s.dtype)] for s in self._leaves],
+            "note": self.note,
+        }
+        temporary = self._folder / f"{INDEX}.tmp"
+        with open(temporary, "wb") as file:
+            text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+            np.savez(file, index=self._index, header=text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._folder / INDEX)
+
+    def _take_over(self) -> None:
+        path = self._folder / INDEX
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+                index, header = saved["index"], json.loads(saved["header"].tobytes())
+        except Exception as error:  # zipfile's, numpy's and json's are many
+            raise ValueError(
+                f"cannot read {path} ({error}): it is damaged; delete the folder and "
+                "start again"
+            ) from error
+        leaves = [[list(s.shape), str(s.dtype)] for s in self._leaves]
+        if header["leaves"] != leaves or index.shape != self._index.shape:
+            raise ValueError(
+                f"folder={self._folder} holds states of {len(index)} clients with "
+                f"leaves {header['leaves']}, not of {len(self._index)} with {leaves}: "
+                "give another folder"
+            )
+        for number, array in enumerate(self._arrays):
+            shape = (header["slots"], *array.shape[1:])
+            file = self._path(number)
+            wanted = int(np.prod(shape)) * array.dtype.itemsize
+            length = file.stat().st_size if file.exists() else 0
+            if length < wanted:
+                raise ValueError(
+                    f"client states {file} has {length:,} bytes, not {wanted:,}: it is "
+                    "damaged; delete the folder and start again"
+                )
+            if wanted:
+                self._arrays[number] = np.memmap(file, array.dtype, "r+", shape=shape)
+        self._index, self.note = index, header["note"]
+        used = set(index[index >= 0].tolist())
+        self._free = [s for s in range(header["slots"] - 1, -1, -1) if s not in used]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What stands for a leaf in a file: the bits of a key."""
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
+
+
+def _untyped(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _typed(rows: np.ndarray, leaf: Any) -> Any:
+    return jax.random.wrap_key_data(rows) if _is_key(leaf) else rows

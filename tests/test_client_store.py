@@ -1,0 +1,118 @@
+"""The store against a dictionary; what a crash leaves; damaged files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi.client_store import ClientStore
+
+LIKE = jax.eval_shape(
+    lambda: {
+        "mean": jnp.zeros((2, 3)),
+        "half": jnp.zeros(4, jnp.bfloat16),
+        "visits": jnp.int32(0),
+        "key": jax.random.key(0),
+    }
+)
+
+
+def states_of(values):
+    values = np.asarray(values, np.int32)
+    return {
+        "mean": np.broadcast_to(np.float32(values)[:, None, None], (len(values), 2, 3))
+        + np.float32(0.5),
+        "half": jnp.broadcast_to(jnp.array(values)[:, None], (len(values), 4)).astype(
+            jnp.bfloat16
+        ),
+        "visits": values.astype(np.int32),
+        "key": jax.vmap(jax.random.key)(values.astype(np.uint32)),
+    }
+
+
+def check(store, held: dict[int, int], clients: int):
+    """Every client's state is what was last written, or reported as unknown."""
+    states, known = store.read(np.arange(clients))
+    np.testing.assert_array_equal(known, [i in held for i in range(clients)])
+    values = np.array([held[i] for i in sorted(held)])
+    wanted = states_of(values) if held else None
+    for field in states if held else ():
+        found, want = states[field], wanted[field]
+        if field == "key":
+            found, want = map(jax.random.key_data, (found, want))
+        found = np.asarray(found)[known]
+        assert found.dtype == want.dtype
+        np.testing.assert_array_equal(found, np.asarray(want))
+    assert store.visited == len(held)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_it_is_a_dictionary_of_the_clients_met_so_far(tmp_path, on_disk):
+    clients, rng = 300, np.random.default_rng(0)
+    store = ClientStore(LIKE, clients, tmp_path / "s" if on_disk else None)
+    check(store, {}, clients)
+    held = {}
+    for step in range(12):
+        ids = rng.choice(150, rng.integers(1, 60), replace=False)
+        values = rng.integers(0, 200, len(ids))
+        store.write(ids, states_of(values))
+        held |= dict(zip(ids.tolist(), values.tolist()))
+        check(store, held, clients)
+        if step % 3 == 2:
+            store.commit()
+            check(store, held, clients)
+    # 150 clients at most were met: two slots each, and room to grow by half.
+    assert store.bytes <= 1.5 * 2 * 150 * (24 + 8 + 4 + 8)
+    ids, known = store.read(np.array([299, 298]))
+    assert not known.any() and not ids["mean"].any()
+
+
+def test_a_killed_run_finds_what_was_last_committed(tmp_path):
+    store = ClientStore(LIKE, 20, tmp_path)
+    store.write(np.arange(5), states_of(np.arange(5)))
+    store.commit({"round": 3})
+    for value in (50, 60):  # twice: the second overwrites the first's new slots
+        store.write(np.arange(3, 9), states_of(np.full(6, value)))
+    del store
+    again = ClientStore(LIKE, 20, tmp_path)
+    assert again.note == {"round": 3}
+    check(again, {i: i for i in range(5)}, 20)
+    # It goes on: new writes do not touch what the index refers to.
+    again.write(np.array([0, 10]), states_of([7, 8]))
+    check(again, {0: 7, 1: 1, 2: 2, 3: 3, 4: 4, 10: 8}, 20)
+    check(ClientStore(LIKE, 20, tmp_path), {i: i for i in range(5)}, 20)
+
+
+def test_slots_are_used_again_after_a_commit(tmp_path):
+    store = ClientStore(LIKE, 100, tmp_path)
+    for value in range(20):
+        store.write(np.arange(30), states_of(np.full(30, value)))
+        store.commit()
+    slots = store.bytes / (24 + 8 + 4 + 8)
+    assert slots <= 64  # 30 clients, two slots each
+
+
+def test_nothing_is_stored_for_clients_that_keep_nothing(tmp_path):
+    store = ClientStore((), 10, tmp_path)
+    states, known = store.read(np.arange(4))
+    assert states == () and not known.any() and store.bytes == 0
+
+
+def test_other_states_and_damaged_files_are_named(tmp_path):
+    store = ClientStore(LIKE, 20, tmp_path)
+    store.write(np.arange(5), states_of(np.arange(5)))
+    store.commit()
+    with pytest.raises(ValueError, match="holds states of 20 clients.* not of 21"):
+        ClientStore(LIKE, 21, tmp_path)
+    with pytest.raises(ValueError, match="give another folder"):
+        ClientStore({"mean": LIKE["mean"]}, 20, tmp_path)
+    file = tmp_path / "leaf_001.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=r"leaf_001.bin has .* bytes, not"):
+        ClientStore(LIKE, 20, tmp_path)
+    file.write_bytes(content)
+    index = tmp_path / "index.npz"
+    index.write_bytes(index.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"index.npz .*damaged"):
+        ClientStore(LIKE, 20, tmp_path)

@@ -1,0 +1,214 @@
+"""A streamed federation computes what one in memory does, whatever the blocks."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedvi import Federation, StreamedFederation, data
+from fedvi.algorithm import Algorithm, ClientOutput, Importance
+from fedvi.algorithms import fedavg, pfedbayes
+from fedvi.cohort import clients_mesh
+from fedvi.selection import proportional, round_robin, uniform
+
+
+def counting(poisoned: int = -1, reduce: str = "sum") -> Algorithm:
+    """Uploads a number of the client's data and visits; cheap to compile.
+
+    A client keeps its number of visits, the server that it was first made from, and a
+    key of its own.
+    """
+
+    def client_update(key, round, server, client, data):
+        visits = client["visits"] + 1
+        noise = jax.random.uniform(client["key"])
+        value = data.x[:, 0].sum() * visits + noise + 0.1 * server
+        value = jnp.where(jnp.isclose(data.x[0, 0], poisoned), jnp.nan, value)
+        client = {**client, "visits": visits, "key": jax.random.fold_in(key, 1)}
+        return ClientOutput(value, data.size, client, {"value": value})
+
+    def server_update(key, round, server, aggregate):
+        if reduce == "stack":
+            weights = aggregate.weight / aggregate.weight.sum()
+            return (aggregate.statistics * weights).sum()
+        return aggregate.mean()
+
+    def predictive(key, server, *rest):
+        x = rest[-2]
+        logits = x[:, :3] * (server + rest[0]["visits"] if len(rest) == 3 else server)
+        return jax.nn.log_softmax(logits)[None]
+
+    return Algorithm(
+        name="counting",
+        init=lambda key: jax.random.normal(key),
+        init_client=lambda key, server: {
+            "visits": jnp.int32(0),
+            "made_from": server,
+            "key": key,
+        },
+        client_update=client_update,
+        server_update=server_update,
+        global_predictive=predictive,
+        personalise=lambda key, server, client, data: client,
+        personal_predictive=predictive,
+        importance={"size": Importance(lambda *a: jnp.float32(1), lambda s, r, c: r)},
+        reduce=reduce,
+    )
+
+
+def in_memory(algorithm, train, test, rounds, **options):
+    federation = Federation(algorithm, train, test, **options)
+    state, metrics = federation.rounds(federation.init(jax.random.key(3)), rounds)
+    return federation, state, metrics
+
+
+def streamed(algorithm, train, test, rounds, **options):
+    federation = StreamedFederation(
+        algorithm, data.ClientArrays(train), data.ClientArrays(test), **options
+    )
+    state, metrics = federation.rounds(federation.init(jax.random.key(3)), rounds)
+    return federation, state, metrics
+
+
+def states_of(federation, ids):
+    states, known = federation.store.read(np.asarray(ids))
+    return jax.tree.map(raw, states), known
+
+
+def raw(leaf):
+    typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if typed else leaf)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "stack"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"block_size": 100},
+        {"block_size": 2, "chunk_size": None},
+        {"block_size": 3, "chunk_size": 2},
+        {"block_size": 3, "devices": 2},
+    ],
+)
+def test_blocks_equal_one_call_in_memory(train, test, tmp_path, layout, reduce):
+    # Client 4 is empty; the uploads of client 1 are not a number.
+    algorithm = counting(train.x[1, 0, 0], reduce)
+    selection = uniform(7, 5)
+    layout = dict(layout)
+    mesh = clients_mesh(layout.pop("devices")) if "devices" in layout else None
+    memory, expected, seen = in_memory(algorithm, train, test, 4, selection=selection)
+    stream, state, metrics = streamed(
+        algorithm,
+        train,
+        test,
+        4,
+        selection=selection,
+        store=tmp_path / "states",
+        mesh=mesh,
+        **layout,
+    )
+    chex.assert_trees_all_close(state.server, expected.server, rtol=1e-6)
+    chex.assert_trees_all_close(metrics, seen, rtol=1e-5)
+    assert metrics.failed.any() and metrics.empty.any()
+    states, known = states_of(stream, range(7))
+    visits = np.asarray(expected.clients["visits"])
+    np.testing.assert_array_equal(known, visits > 0)
+    kept = jax.tree.map(lambda a: raw(a)[known], expected.clients)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda a: a[known], states), kept, rtol=1e-6
+    )
+    for evaluate in ("evaluate", "evaluate_personal"):
+        scores = getattr(stream, evaluate)(state)
+        chex.assert_trees_all_close(scores, getattr(memory, evaluate)(expected))
+    some = stream.evaluate_personal(state, np.array([6, 0]))
+    everyone = memory.evaluate_personal(expected)
+    chex.assert_trees_all_close(
+        some, jax.tree.map(lambda a: a[np.array([6, 0])], everyone)
+    )
+
+
+@pytest.mark.parametrize("build", [fedavg, pfedbayes])
+def test_real_methods_agree_too(train, test, task, build):
+    algorithm = build(task)
+    options = {"selection": round_robin(7, 4)}
+    _, expected, _ = in_memory(algorithm, train, test, 3, **options)
+    stream, state, _ = streamed(algorithm, train, test, 3, block_size=2, **options)
+    chex.assert_trees_all_close(state.server, expected.server, rtol=1e-4, atol=1e-5)
+    states, known = states_of(stream, range(7))
+    expected = jax.tree.map(np.asarray, expected.clients)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda a: a[known], states),
+        jax.tree.map(lambda a: a[known], expected),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_a_round_compiles_once(train, test):
+    algorithm, traces = counting(), []
+
+    def client_update(*arguments):
+        traces.append(1)
+        return counting().client_update(*arguments)
+
+    algorithm = algorithm._replace(client_update=client_update)
+    stream, state, _ = streamed(
+        algorithm, train, test, 1, selection=uniform(7, 5), block_size=2
+    )
+    before = len(traces)
+    stream.rounds(state, 3)
+    assert len(traces) == before
+
+
+def test_a_run_goes_on_from_its_last_commit(train, test, tmp_path):
+    options = {"selection": uniform(7, 3), "block_size": 2}
+    _, expected, _ = in_memory(
+        counting(), train, test, 6, selection=options["selection"]
+    )
+    folder = tmp_path / "states"
+    stream, state, _ = streamed(counting(), train, test, 2, store=folder, **options)
+    stream.store.commit({"round": int(state.round)})
+    saved = jax.device_get(state._replace(key=jax.random.key_data(state.key)))
+    stream.rounds(state, 2)  # lost: killed before the next commit
+    del stream
+    sources = data.ClientArrays(train), data.ClientArrays(test)
+    again = StreamedFederation(counting(), *sources, store=folder, **options)
+    assert again.store.note == {"round": 2}
+    state = saved._replace(key=jax.random.wrap_key_data(saved.key))
+    state, _ = again.rounds(jax.tree.map(jnp.array, state), 4)
+    chex.assert_trees_all_close(state.server, expected.server, rtol=1e-6)
+    states, _ = states_of(again, range(7))
+    visits = np.asarray(expected.clients["visits"])
+    np.testing.assert_array_equal(states["visits"], visits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"selection": uniform(6, 2)}, "chooses from 6 clients, but train holds 7"),
+        ({"selection": proportional(7, 2, "size")}, "measure='size'"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"eval_batch_size": 0}, "eval_batch_size=0"),
+    ],
+)
+def test_mistakes_are_named(train, test, options, message):
+    sources = data.ClientArrays(train), data.ClientArrays(test)
+    with pytest.raises(ValueError, match=message):
+        StreamedFederation(counting(), *sources, **options)
+
+
+def test_other_clients_and_missing_data_are_named(train, test):
+    sources = data.ClientArrays(train), data.ClientArrays(test)
+    few = jax.tree.map(lambda leaf: leaf[:5], test)
+    with pytest.raises(ValueError, match="test holds 5 clients and train 7"):
+        StreamedFederation(counting(), sources[0], data.ClientArrays(few))
+    empty = data.ClientArrays(train._replace(size=np.zeros(7, np.int32)))
+    with pytest.raises(ValueError, match="no example"):
+        StreamedFederation(counting(), empty, sources[1])
+    federation = StreamedFederation(counting(), sources[0])
+    with pytest.raises(ValueError, match="typed key"):
+        federation.init(np.zeros(2, np.uint32))
+    with pytest.raises(ValueError, match="test=None"):
+        federation.evaluate(federation.init(jax.random.key(0)))
