@@ -6,6 +6,8 @@ names, shapes and initialisers are those of `flax.linen`, so that weights move
 freely between the two. Images are `[batch, height, width, channels]`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -22,6 +24,10 @@ __all__ = [
 ]
 
 Dense = nn.Dense
+
+# On CPU a convolution of fewer input channels copies rows of pixels instead of pixels
+# to its patches: LeNet trains 1.4 times faster so. From 16 channels on it is slower.
+FEW_CHANNELS = 8
 
 
 class Conv(nn.Module):
@@ -54,14 +60,27 @@ class Conv(nn.Module):
         _check(self.kernel_size, self.strides, self.padding)
         shape = (*self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        taps = _taps(x, self.kernel_size, self.strides, self.padding)
-        patches = jnp.concatenate(taps, axis=-1)
+        weights = kernel.reshape(-1, self.features)
+        taps_of = partial(
+            _taps,
+            kernel_size=self.kernel_size,
+            strides=self.strides,
+            padding=self.padding,
+        )
         # A product of two matrices is faster than one with four-dimensional patches.
-        y = patches.reshape(-1, patches.shape[-1]) @ kernel.reshape(-1, self.features)
+        if x.shape[-1] < FEW_CHANNELS and jax.default_backend() == "cpu":
+            taps = taps_of(x.transpose(3, 0, 1, 2), height_axis=2)
+            patches = jnp.concatenate(taps, axis=0)
+            shape = patches.shape[1:]
+            y = (weights.T @ patches.reshape(patches.shape[0], -1)).T
+        else:
+            patches = jnp.concatenate(taps_of(x), axis=-1)
+            shape = patches.shape[:-1]
+            y = patches.reshape(-1, patches.shape[-1]) @ weights
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias[None]
-        return y.reshape(*patches.shape[:-1], self.features)
+        return y.reshape(*shape, self.features)
 
 
 class DepthwiseConv(nn.Module):
@@ -94,7 +113,11 @@ class DepthwiseConv(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         taps = _taps(x, self.kernel_size, self.strides, self.padding)
         filters = kernel.reshape(-1, 1, 1, 1, channels)
-        y = sum(tap * weight for tap, weight in zip(taps, filters, strict=True))
+        # Sums in float32, whatever the activations are, as a matrix product has them.
+        y = sum(
+            tap.astype(jnp.float32) * weight
+            for tap, weight in zip(taps, filters.astype(jnp.float32), strict=True)
+        ).astype(x.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (channels,))
             y = y + bias[None, None, None]
@@ -125,11 +148,14 @@ class BatchNorm(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (channels,))
         if mask is not None:
             mask = mask.reshape(-1, *[1] * (x.ndim - 1))
-        centred = x - _masked_mean(x, mask)
+        # Statistics in float32, whatever the activations are.
+        wide = x.astype(jnp.float32)
+        centred = wide - _masked_mean(wide, mask)
         # Two passes: the mean of squares minus the squared mean cancels in float32.
         variance = _masked_mean(centred * centred, mask)
         scale, bias = (v.reshape(*[1] * (x.ndim - 1), -1) for v in (scale, bias))
-        return centred * (lax.rsqrt(variance + self.epsilon) * scale) + bias
+        y = centred * (lax.rsqrt(variance + self.epsilon) * scale) + bias
+        return y.astype(x.dtype)
 
 
 def max_pool(x: jax.Array, window: int = 2) -> jax.Array:
@@ -200,29 +226,34 @@ def _check(kernel_size: tuple[int, int], strides: int, padding: str) -> None:
 
 
 def _taps(
-    x: jax.Array, kernel_size: tuple[int, int], strides: int, padding: str
+    x: jax.Array,
+    kernel_size: tuple[int, int],
+    strides: int,
+    padding: str,
+    height_axis: int = 1,
 ) -> list[jax.Array]:
-    """For each kernel position, the pixels it meets, `[batch, h', w', channels]`."""
-    batch, height, width, channels = x.shape
-    pads = lax.padtype_to_pads((height, width), kernel_size, (strides,) * 2, padding)
-    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    """For each kernel position, the pixels it meets: shaped as `x` but for its size.
+
+    Width follows height; the other two axes of `x` are batch and channels.
+    """
+    height, width = x.shape[height_axis : height_axis + 2]
+    spatial = lax.padtype_to_pads((height, width), kernel_size, (strides,) * 2, padding)
+    pads = [(0, 0)] * 4
+    pads[height_axis : height_axis + 2] = spatial
+    x = jnp.pad(x, pads)
     rows, columns = (
         (size - kernel) // strides + 1
-        for size, kernel in zip(x.shape[1:3], kernel_size)
+        for size, kernel in zip(x.shape[height_axis : height_axis + 2], kernel_size)
     )
     if rows < 1 or columns < 1:
         raise ValueError(
             f"kernel_size={kernel_size} is larger than the {height}x{width} image: "
             "use a smaller kernel, larger images or padding='SAME'"
         )
-    down, right = (rows - 1) * strides + 1, (columns - 1) * strides + 1
-    return [
-        lax.slice(
-            x,
-            (0, i, j, 0),
-            (batch, i + down, j + right, channels),
-            (1, strides, strides, 1),
-        )
-        for i in range(kernel_size[0])
-        for j in range(kernel_size[1])
-    ]
+
+    def tap(i, j):
+        rows_of = slice(i, i + (rows - 1) * strides + 1, strides)
+        columns_of = slice(j, j + (columns - 1) * strides + 1, strides)
+        return x[(slice(None),) * height_axis + (rows_of, columns_of)]
+
+    return [tap(i, j) for i in range(kernel_size[0]) for j in range(kernel_size[1])]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fedvi import checks
 from fedvi.local import cross_entropy
 from fedvi.nn import local_reparameterisation
 
@@ -51,6 +52,7 @@ def from_flax(
     preprocess: Callable[[jax.Array], jax.Array] | None = None,
     name: str | None = None,
     with_classes: Callable[[int], nn.Module] | None = None,
+    dtype: jnp.dtype | str = "float32",
 ) -> Model:
     """Turns any `flax.linen` classifier into a `Model`.
 
@@ -66,12 +68,17 @@ def from_flax(
         name: name of the model; default: the name of the module's class.
         with_classes: builds the module for another number of classes. Default:
             `module.clone(classes=...)`, if the module has a field `classes`.
+        dtype: of the activations, "float32" or "bfloat16". Parameters, gradients and
+            all that an optimiser keeps stay float32: the body's weights are rounded
+            each time they are used, the head's are not, and logits are float32.
 
     Raises:
         ValueError: the module has no top-level name `head`, has variables that are not
-            parameters, or does not return `[batch, classes]`.
+            parameters, or does not return `[batch, classes]`; another dtype.
     """
     heads = (head,) if isinstance(head, str) else tuple(head)
+    dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    checks.one_of("dtype", dtype, ("float32", "bfloat16"))
     name = name or type(module).__name__
     preprocess = preprocess or _as_float
     masked = "mask" in inspect.signature(type(module).__call__).parameters
@@ -95,7 +102,9 @@ def from_flax(
 
     def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         options = {"mask": mask} if masked else {}
-        return module.apply({"params": _merge(params)}, preprocess(x), **options)
+        params = _merge(_round_body(params, dtype))
+        x = preprocess(x).astype(dtype)
+        return module.apply({"params": params}, x, **options).astype(jnp.float32)
 
     def apply_local(
         key: jax.Array,
@@ -105,9 +114,11 @@ def from_flax(
         mask: jax.Array | None = None,
     ) -> jax.Array:
         options = {"mask": mask} if masked else {}
+        mean, scale = (_merge(_round_body(tree, dtype)) for tree in (mean, scale))
+        x = preprocess(x).astype(dtype)
         return local_reparameterisation.apply_local(
-            key, module, _merge(mean), _merge(scale), preprocess(x), **options
-        )
+            key, module, mean, scale, x, **options
+        ).astype(jnp.float32)
 
     def rebuild(classes: int) -> Model:
         if with_classes is not None:
@@ -126,6 +137,7 @@ def from_flax(
             preprocess=preprocess,
             name=name,
             with_classes=with_classes,
+            dtype=dtype,
         )
 
     return Model(init, apply, rebuild, name, logits.shape[-1], apply_local)
@@ -138,6 +150,11 @@ def parameter_count(params: Any) -> int:
 
 def _merge(params: Params) -> dict[str, Any]:
     return {**params["body"], **params["head"]}
+
+
+def _round_body(params: Params, dtype: str) -> Params:
+    body = jax.tree.map(lambda leaf: leaf.astype(dtype), params["body"])
+    return {**params, "body": body}
 
 
 def _as_float(x: jax.Array) -> jax.Array:

@@ -184,6 +184,7 @@ def build(
     classes: int,
     input_shape: tuple[int, ...],
     preprocess: Callable[[jax.Array], jax.Array] | None = None,
+    dtype: jnp.dtype | str = "float32",
     **options,
 ) -> Model:
     """Builds a network of `MODELS`; its head is the last linear layer.
@@ -193,6 +194,7 @@ def build(
         classes: number of outputs.
         input_shape: shape of one raw example, such as `(32, 32, 3)`.
         preprocess: as for `from_flax`.
+        dtype: of the activations, as for `from_flax`.
         **options: fields of the network, such as `hidden=(512, 256)` for "mlp".
 
     Raises:
@@ -212,7 +214,9 @@ def build(
             )
     _check_size(name, input_shape, preprocess)
     module = MODELS[name](classes=classes, **options)
-    model = from_flax(module, input_shape, head=HEAD, preprocess=preprocess, name=name)
+    model = from_flax(
+        module, input_shape, head=HEAD, preprocess=preprocess, name=name, dtype=dtype
+    )
 
     def with_classes(other: int) -> Model:
         return build(
@@ -220,6 +224,7 @@ def build(
             classes=other,
             input_shape=input_shape,
             preprocess=preprocess,
+            dtype=dtype,
             **options,
         )
 

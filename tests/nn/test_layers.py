@@ -15,6 +15,7 @@ from fedvi.nn import (
     DepthwiseConv,
     avg_pool,
     global_avg_pool,
+    layers,
     max_pool,
 )
 
@@ -70,8 +71,13 @@ def assert_trees_close(actual, expected, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("depthwise", [False, True], ids=["conv", "depthwise"])
-def test_convolutions_equal_flax_alone_and_per_client(depthwise):
+@pytest.mark.parametrize(
+    ("depthwise", "channels"),
+    # Few input channels and many take two ways through a convolution on CPU.
+    [(False, CHANNELS), (False, layers.FEW_CHANNELS), (True, CHANNELS)],
+    ids=["conv", "conv of many channels", "depthwise"],
+)
+def test_convolutions_equal_flax_alone_and_per_client(depthwise, channels):
     pairs, inputs = [], []
     for seed, (*geometry, image) in enumerate(GEOMETRIES):
         if depthwise:
@@ -79,7 +85,7 @@ def test_convolutions_equal_flax_alone_and_per_client(depthwise):
         else:
             ours, theirs = Conv(5, *geometry), flax_conv(5, *geometry)
         pairs.append((ours, theirs))
-        x = np.random.default_rng(seed).normal(size=(CLIENTS, BATCH, *image, CHANNELS))
+        x = np.random.default_rng(seed).normal(size=(CLIENTS, BATCH, *image, channels))
         x = x.astype(np.float32)
         shapes = jax.eval_shape(theirs.init, jax.random.key(0), x[0])["params"]
         assert shapes == jax.eval_shape(ours.init, jax.random.key(0), x[0])["params"]

@@ -1,12 +1,21 @@
 """A user's flax module as a `Model`."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
-from fedvi.nn import BatchNorm, from_flax, parameter_count
+from fedvi.nn import (
+    BatchNorm,
+    Conv,
+    DepthwiseConv,
+    from_flax,
+    global_avg_pool,
+    max_pool,
+    parameter_count,
+)
 
 
 class Net(nn.Module):
@@ -109,3 +118,60 @@ def test_unsuitable_modules_are_explained(module, head, message):
 def test_a_module_of_fixed_width_asks_for_with_classes():
     with pytest.raises(ValueError, match="no field 'classes'"):
         from_flax(MaskedNet(), (4,), head="last").with_classes(2)
+
+
+class Deep(nn.Module):
+    """Every kind of layer whose sums could be too short in bfloat16."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        x = nn.relu(Conv(8, (3, 3))(x))
+        x = nn.relu(BatchNorm()(DepthwiseConv((3, 3))(x), mask))
+        x = global_avg_pool(max_pool(x))
+        return nn.Dense(self.classes, name="last")(nn.relu(nn.Dense(16)(x)))
+
+
+def test_bfloat16_rounds_activations_only():
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (32, 8, 8, 3)).astype(np.uint8)
+    y = rng.integers(0, 4, 32)
+
+    def build(dtype):
+        return from_flax(
+            Deep(4), (8, 8, 3), head="last", preprocess=normalise, dtype=dtype
+        )
+
+    exact, rounded = build("float32"), build(jnp.bfloat16)
+    assert rounded.with_classes(4).apply is not exact.apply
+    params = exact.init(jax.random.key(0))
+    chex.assert_trees_all_equal(params, rounded.init(jax.random.key(0)))
+    scale = jax.tree.map(lambda p: jnp.full_like(p, 0.01), params)
+    key, mask = jax.random.key(1), jnp.ones(32, bool)
+
+    @jax.jit
+    def run(params):
+        results = []
+        for model in (exact, rounded, rounded.with_classes(4)):
+            loss, gradient = jax.value_and_grad(
+                lambda p, model=model: model.loss(model.apply(p, x), y, mask)
+            )(params)
+            drawn = model.apply_local(key, params, scale, x)
+            results.append((model.apply(params, x), drawn, loss, gradient))
+        return results
+
+    full, half, rebuilt = run(params)
+    for leaf in jax.tree.leaves(half):
+        assert leaf.dtype == jnp.float32
+    chex.assert_trees_all_equal(half, rebuilt)
+    for a, b in zip(jax.tree.leaves(full), jax.tree.leaves(half)):
+        # bfloat16 has 8 bits: more than float32's rounding, within some of its own.
+        error = np.linalg.norm(a - b) / np.linalg.norm(a)
+        assert 1e-5 < error < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", jnp.float16])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"dtype='(float16|int8)' must be one of"):
+        from_flax(Net(3), (6, 6, 2), head="Dense_1", dtype=dtype)
