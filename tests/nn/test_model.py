@@ -128,7 +128,7 @@ class Deep(nn.Module):
     @nn.compact
     def __call__(self, x, mask=None):
         x = nn.relu(Conv(8, (3, 3))(x))
-        x = nn.relu(BatchNorm()(DepthwiseConv((3, 3))(x), mask))
+        x = nn.relu(BatchNorm()(DepthwiseConv((3, 3), use_bias=False)(x), mask))
         x = global_avg_pool(max_pool(x))
         return nn.Dense(self.classes, name="last")(nn.relu(nn.Dense(16)(x)))
 
