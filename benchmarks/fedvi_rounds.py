@@ -4,7 +4,11 @@ import platform
 from importlib.metadata import version
 
 import jax
+import jax.numpy as jnp
+import native_networks
 import numpy as np
+from counting import layers_of, least_round
+from floors import describe_peaks, floors_of, measure_peaks, step_flops
 from worker import peak_memory, serve, timed
 
 import fedvi
@@ -33,10 +37,13 @@ class FedviRounds:
         seed,
         devices,
         options,
+        native_conv=False,
+        params_file=None,
     ):
         """Builds the federation from the arrays in `data_file`.
 
-        `options` are the algorithm's own.
+        `options` are the algorithm's own. `native_conv` takes `flax.linen.Conv`
+        instead of fedvi's; `params_file` has FedAvg's first weights.
         """
         # The first call is to show what compilation costs.
         jax.config.update("jax_enable_compilation_cache", False)
@@ -48,7 +55,8 @@ class FedviRounds:
             )
             mean, std = arrays["mean"], arrays["std"]
         clients = len(train.size)
-        network = nn.build(
+        build = native_networks.build if native_conv else nn.build
+        network = build(
             model,
             classes=classes,
             input_shape=train.x.shape[2:],
@@ -68,7 +76,10 @@ class FedviRounds:
             mesh=clients_mesh(devices),
         )
         self._algorithm = algorithm
+        self._task, self._participants = task, participants
         self._state = self._federation.init(jax.random.key(seed))
+        if params_file:
+            self._start_with(params_file)
         names = ("jax", "jaxlib", "flax", "numpy")
         return {
             "python": platform.python_version(),
@@ -77,18 +88,32 @@ class FedviRounds:
             "backend": jax.default_backend(),
         }
 
-    def save_params(self, params_file):
-        """Writes what the server starts with: of every dense layer `bias, kernel`.
+    def _start_with(self, params_file):
+        server = self._state.server
+        leaves, treedef = jax.tree.flatten_with_path(server.params)
+        with np.load(params_file) as files:
+            values = [jnp.asarray(files[name_of(path)]) for path, _ in leaves]
+        server = server._replace(params=treedef.unflatten(values))
+        self._state = self._state._replace(server=server)
 
-        FedAvg's weights; pFedBayes' means and then its unconstrained scales.
+    def save_params(self, params_file):
+        """Writes what the server starts with, under names like `body/Conv_0/kernel`.
+
+        FedAvg's weights; pFedBayes' means (`mu/body/...`) and then its unconstrained
+        scales (`rho/body/...`).
         """
         server = self._state.server
         start = server.params if self._algorithm == "fedavg" else server.posterior
-        np.savez(params_file, *jax.tree.leaves(start))
+        leaves, _ = jax.tree.flatten_with_path(start)
+        np.savez(params_file, **{name_of(path): leaf for path, leaf in leaves})
         return {}
 
-    def round(self):
-        """One round; which clients took part and their mean training loss."""
+    def round(self, cohort=None):
+        """One round; which clients took part and their mean training loss.
+
+        They are drawn from the seed, so that another federation of fedvi has the same
+        `cohort`.
+        """
 
         def run():
             return jax.block_until_ready(self._federation.rounds(self._state, 1))
@@ -96,10 +121,37 @@ class FedviRounds:
         (self._state, metrics), times = timed(run)
         if metrics.failed.any():
             raise RuntimeError("a client's training diverged: lower --learning_rate")
+        drawn = metrics.client_ids[0].tolist()
+        if cohort not in (None, drawn):
+            raise RuntimeError(f"cohort={cohort} was drawn as {drawn}")
+        return {**times, "loss": metrics.metrics["loss"].item(), "cohort": drawn}
+
+    def roofline(self):
+        """Floors of the round; nothing where the round's work is not counted.
+
+        The hand count is of a plain gradient step with SGD: FedAvg's.
+        """
+        model, training = self._task.model, self._task.training
+        if self._algorithm != "fedavg" or training.optimizer != "sgd":
+            return {}
+        train, participants = self._federation.train, self._participants
+        sizes, shape = np.asarray(train.size), train.x.shape[2:]
+        work = least_round(
+            layers_of(model, shape),
+            sizes,
+            participants,
+            batch_size=training.batch_size,
+            epochs=training.epochs,
+            moments=1 if training.momentum else 0,
+            input_bytes=train.x.dtype.itemsize,
+        )
+        steps = np.ceil(sizes / training.batch_size).mean() * training.epochs
+        peaks = measure_peaks()
         return {
-            **times,
-            "loss": metrics.metrics["loss"].item(),
-            "cohort": metrics.client_ids[0].tolist(),
+            **floors_of(work, peaks),
+            "xla_flops": participants * steps * step_flops(model, training, train.x),
+            "peaks": peaks,
+            "description": describe_peaks(peaks),
         }
 
     def finish(self):
@@ -125,6 +177,11 @@ class FedviRounds:
             own = pooled(self._federation.evaluate_personal(self._state))
             results["personal_accuracy"], results["personal_nll"] = own
         return results
+
+
+def name_of(path):
+    """A leaf's name in the file of weights."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def pooled(scores):

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "markdown", "summarise", "write"]
+__all__ = ["describe_machine", "markdown", "spread", "summarise", "write"]
 
 MIB = 2**20
 
@@ -69,6 +69,10 @@ def summarise(
             },
         }
     ours, *peers = systems
+    floor = systems[ours].get("roofline")
+    if floor:
+        higher = max(floor["flops_seconds"], floor["bytes_seconds"])
+        floor["over_floor"] = systems[ours]["seconds_median"] / higher
     ratios = {
         peer: {
             key: _spread("ratio", _ratios(turns[ours], turns[peer], key, warmup))
@@ -86,12 +90,17 @@ def summarise(
     }
 
 
-def _spread(name: str, values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
     return {
-        f"{name}_median": statistics.median(values),
-        f"{name}_min": min(values),
-        f"{name}_max": max(values),
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
     }
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{name}_{part}": value for part, value in spread(values).items()}
 
 
 def _ratios(ours: list, peer: list, key: str, warmup: int) -> list[float]:
@@ -142,11 +151,27 @@ def markdown(report: dict) -> str:
         "before the data were loaded (data, compilation, rounds); XLA's temporaries of "
         f"a round {'unknown' if temporary is None else f'{temporary / MIB:.1f} MiB'}.",
         "",
+        *_roofline(ours, systems[ours].get("roofline")),
     ]
     for name, system in systems.items():
         versions = (f"{key} {value}" for key, value in system["versions"].items())
         lines.append(f"- {name}: {', '.join(versions)}")
     return "\n".join(lines) + "\n"
+
+
+def _roofline(ours: str, floor: dict | None) -> list[str]:
+    if not floor:
+        return []
+    return [
+        f"Roofline: a round is at least {floor['flops'] / 1e9:.2f} GFLOP "
+        f"({floor['xla_flops'] / 1e9:.2f} by XLA's cost analysis, elementwise work "
+        f"included) and {floor['bytes'] / 1e6:.0f} MB "
+        f"({floor['activation_bytes'] / 1e6:.0f} of activations, "
+        f"{floor['parameter_bytes'] / 1e6:.0f} of parameters). {floor['description']} "
+        f"Floors {floor['flops_seconds']:.4f} s and {floor['bytes_seconds']:.4f} s; "
+        f"{ours}, measured / floor: {floor['over_floor']:.1f}.",
+        "",
+    ]
 
 
 def _optimizer(work: dict) -> str:

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from counting import Work
+from floors import describe_peaks, floors_of, measure_peaks, over_floor
 from report import describe_machine, write
 
 from fedvi.stein import svgd_direction
@@ -39,6 +41,9 @@ flags.DEFINE_float(
 )
 flags.DEFINE_float(
     "memory_gib", 16.0, "Most temporaries that a step may need.", lower_bound=0.0
+)
+flags.DEFINE_boolean(
+    "peak", True, "Measure the matrix rate and the bandwidth, and print the floors."
 )
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS
@@ -138,6 +143,15 @@ def _in_turn(calls: dict[str, Callable], x: jax.Array) -> dict[str, list[float]]
     return times
 
 
+def compare(row: dict[str, Any], peaks: dict[str, Any]) -> None:
+    """Adds the floors of a size, and how far above the higher one fedvi is."""
+    floor = floors_of(Work(row["flops"], row["least_bytes"], 0), peaks)
+    row["floor_seconds"] = {k: floor[f"{k}_seconds"] for k in ("flops", "bytes")}
+    median = row["systems"]["fedvi"].get("median")
+    if median is not None:
+        row["over_floor"] = over_floor(median / 1e3, floor)
+
+
 def markdown(report: dict) -> str:
     """The report as a Markdown page."""
     machine, versions = report["machine"], report["versions"]
@@ -157,11 +171,15 @@ def markdown(report: dict) -> str:
         "",
         "A step towards a standard normal with the median heuristic: milliseconds, "
         "medians (min to max), in turn; ratio blackjax / fedvi, turn by turn; "
-        f"{agreement}. GFLOP/s counts two matrix products.",
+        f"{agreement}. GFLOP/s counts two matrix products; the floor is the longer of "
+        "them and of reading particles and scores and writing the result once, without "
+        "the bandwidth's median.",
         "",
-        "| N | d | fedvi ms | temporaries GiB | GFLOP/s | blackjax ms | temporaries "
-        "GiB | ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        describe_peaks(report["peaks"]) if report["peaks"] else "No peaks measured.",
+        "",
+        "| N | d | fedvi ms | temporaries GiB | GFLOP/s | measured / floor | blackjax "
+        "ms | temporaries GiB | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["sizes"]:
         ours = row["systems"]["fedvi"]
@@ -173,6 +191,7 @@ def markdown(report: dict) -> str:
             _cell(ours),
             f"{ours['temporary_bytes'] / GIB:.2f}",
             f"{rate:.1f}",
+            f"{row['over_floor']:.1f}" if "over_floor" in row else "-",
             _cell(theirs),
             f"{theirs['temporary_bytes'] / GIB:.2f}" if theirs else "-",
             "-" if row["ratio"] is None else f"{row['ratio']:.1f}",
@@ -211,12 +230,17 @@ def main(argv):
     except importlib.metadata.PackageNotFoundError:
         pass
     machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
+    peaks = measure_peaks() if FLAGS.peak else None
     rows = [measure(*size) for size in sizes]
+    if peaks:
+        for row in rows:
+            compare(row, peaks)
     machine["load_after"] = os.getloadavg()[0]
     report = {
         "machine": machine,
         "versions": packages,
         "disagreement": disagreement(),
+        "peaks": peaks,
         "sizes": rows,
     }
     write(report, markdown(report), FLAGS.out)

@@ -33,7 +33,15 @@ flags.DEFINE_string("data_file", None, "An .npz file, as for fedvi.data.load.")
 flags.DEFINE_boolean(
     "synthetic",
     None,
-    "Random 28x28 images instead of the data set. Default: if it cannot be found.",
+    "Random images instead of the data set. Default: if it cannot be found.",
+)
+flags.DEFINE_list(
+    "image_shape", ["28", "28", "1"], "Of --synthetic: height, width, channels."
+)
+flags.register_validator(
+    "image_shape",
+    lambda sizes: len(sizes) == 3 and all(s.isdecimal() and int(s) for s in sizes),
+    "must look like 32,32,3",
 )
 flags.DEFINE_integer("clients", 100, "Number of clients.", lower_bound=1)
 flags.DEFINE_integer("shards", 5, "Class shards of a client.", lower_bound=1)
@@ -75,7 +83,11 @@ flags.DEFINE_float(
 flags.DEFINE_integer("seed", 0, "Of data, model and training.", lower_bound=0)
 FLAGS = flags.FLAGS
 
+# Grey levels of 256 that tell a synthetic image's class; the rest is noise.
+SIGNAL = 128
+
 SHARED = (
+    "model",
     "hidden",
     "batch_size",
     "epochs",
@@ -84,7 +96,7 @@ SHARED = (
     "optimizer",
     "seed",
 )
-FEDVI_ONLY = ("algorithm", "model", "participants", "chunk_size", "devices")
+FEDVI_ONLY = ("algorithm", "participants", "chunk_size", "devices")
 OPTIONS = {
     "pfedbayes": (
         "zeta",
@@ -128,19 +140,32 @@ def describe(federated: FederatedData) -> dict[str, Any]:
 
 
 def synthetic(seed: int) -> Dataset:
-    """Random images with random labels, in the shape of Fashion-MNIST."""
+    """Noisy copies of one random image a class, in the numbers of Fashion-MNIST."""
     rng = np.random.default_rng(seed)
+    shape = tuple(map(int, FLAGS.image_shape))
+    centres = rng.integers(0, SIGNAL, (10, *shape), np.uint8)
     arrays = []
     for examples in (60_000, 10_000):
-        arrays.append(rng.integers(0, 256, (examples, 28, 28, 1), np.uint8))
-        arrays.append(rng.permutation(np.arange(examples, dtype=np.int32) % 10))
-    return Dataset(*arrays, classes=10, name="synthetic", fidelity="random pixels")
+        y = rng.permutation(np.arange(examples, dtype=np.int32) % 10)
+        noise = rng.integers(0, 256 - SIGNAL, (examples, *shape), np.uint8)
+        arrays += [centres[y] + noise, y]
+    fidelity = "random images, one a class, and noise"
+    return Dataset(*arrays, classes=10, name="synthetic", fidelity=fidelity)
 
 
 def choose_data() -> Dataset:
-    """The data set that the flags ask for, or random images where it is absent."""
+    """The data set that the flags ask for, or random images where it is absent.
+
+    Raises:
+      ValueError: it cannot be read, or has images of its own shape.
+    """
     if FLAGS.synthetic:
         return synthetic(FLAGS.seed)
+    if FLAGS["image_shape"].present:
+        raise ValueError(
+            f"image_shape={','.join(FLAGS.image_shape)} is for random images: add "
+            "--synthetic"
+        )
     try:
         return load(FLAGS.dataset, data_file=FLAGS.data_file)
     except ValueError as error:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch_by_autograd import AutogradTrainer
 from torch_by_hand import HandTrainer
-from torch_loop import standardise
 from torch_mean_field import Learner, cut, mlp
+from torch_task import read_clients
 from worker import serve, timed
 
 TRAINERS = {"hand": HandTrainer, "autograd": AutogradTrainer}
@@ -45,17 +45,7 @@ class TorchPFedBayes:
         """
         torch.set_num_threads(threads)
         self._threads = threads
-        with np.load(data_file) as arrays:
-            mean, std = arrays["mean"], arrays["std"]
-            self._train, self._test = (
-                [
-                    (standardise(x[:n], mean, std), torch.from_numpy(y[:n]).long())
-                    for x, y, n in zip(
-                        *(arrays[f"{split}_{key}"] for key in ("x", "y", "size"))
-                    )
-                ]
-                for split in ("train", "test")
-            )
+        self._train, self._test = read_clients(data_file, "mlp")
         features = self._train[0][0].shape[1]
         self._shapes = [(hidden,), (features, hidden), (classes,), (hidden, classes)]
         with np.load(params_file) as files:

@@ -1,6 +1,8 @@
 """How many clients and seeds train at once, chosen from backend and memory."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ __all__ = ["Plan", "choose", "free_memory", "temporary_bytes"]
 # not count, such as fragmentation and library workspaces.
 _USABLE = 0.9
 _GIB = 2.0**30
+_MEMINFO = Path("/proc/meminfo")
 
 
 class Plan(NamedTuple):
@@ -53,14 +56,18 @@ def choose(
 
     Returns:
       (the plan, what `compile_block` returned for it).
+
+    Raises:
+      ValueError: a chunk that was asked for, or one client alone, needs more memory
+        than there is; says how much, and which chunk would fit.
     """
     if platform == "cpu":
         chunk = {"auto": 1, "whole": cohort}.get(requested, requested)
         chunk = min(chunk, cohort)
+        block = compile_block(chunk, 1)
+        _check_fit(chunk, temporary_bytes(block), limit)
         why = "fastest on CPU" if requested == "auto" else "as asked"
-        return Plan(chunk, 1, _line(chunk, cohort, 1, seeds, why)), compile_block(
-            chunk, 1
-        )
+        return Plan(chunk, 1, _line(chunk, cohort, 1, seeds, why)), block
 
     fixed = requested != "auto"
     chunk = min(requested, cohort) if isinstance(requested, int) else cohort
@@ -73,13 +80,33 @@ def choose(
             break
         usable = _USABLE * limit
         why = f"needs {needed / _GIB:.2f} GiB of {usable / _GIB:.2f} GiB usable"
-        if needed <= usable or (at_once == 1 and (chunk == 1 or fixed)):
+        if needed <= usable:
             break
         if at_once > 1:
             at_once = 1
+        elif fixed or chunk == 1:
+            _check_fit(chunk, needed, limit)
         else:
             chunk = max(1, min(chunk - 1, int(chunk * usable / needed)))
     return Plan(chunk, at_once, _line(chunk, cohort, at_once, seeds, why)), block
+
+
+def _check_fit(chunk: int, needed: float, limit: float | None) -> None:
+    if limit is None or needed <= _USABLE * limit:
+        return
+    usable = _USABLE * limit
+    problem = (
+        f"chunk_size={chunk} needs {needed / _GIB:.2f} GiB of temporary memory on a "
+        f"device with {usable / _GIB:.2f} GiB usable"
+    )
+    if chunk == 1:
+        raise ValueError(
+            f"{problem}: spread the model over devices (model_devices), or use a "
+            "smaller model or batch_size"
+        )
+    # Temporaries grow with the clients, beside a part that does not.
+    fits = max(1, int(chunk * usable / needed))
+    raise ValueError(f"{problem}: about chunk_size={fits} would fit, or auto")
 
 
 def temporary_bytes(block: jax.stages.Compiled) -> int:
@@ -93,11 +120,17 @@ def temporary_bytes(block: jax.stages.Compiled) -> int:
 
 
 def free_memory(device: jax.Device) -> int | None:
-    """Bytes free on a device, None where the backend does not say (CPU)."""
+    """Bytes free on a device, of a CPU those that the system could give; None: unknown.
+
+    Linux only for CPUs.
+    """
     stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if device.platform != "cpu" or not _MEMINFO.exists():
         return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
+    return available and 1024 * int(available[1])
 
 
 def _line(chunk: int, cohort: int, at_once: int, seeds: int, why: str) -> str:

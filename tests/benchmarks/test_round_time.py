@@ -58,6 +58,13 @@ def test_times_rounds_and_reports_memory(tmp_path, tiny):
     assert fedvi["train_loss_last_tenth"] < fedvi["train_loss_first_round"]
     assert 0 < fedvi["above_before_data_bytes"] < fedvi["peak_bytes"]
     assert found["best_peer"] is None
+    floor = fedvi["roofline"]
+    # Two clients of ten examples, a step each: products 4-8-2 and a momentum update.
+    products, parameters = 2 * (2 * 4 * 8 + 3 * 8 * 2), 5 * 8 + 9 * 2
+    assert floor["flops"] == 2 * (10 * products + (4 + 2) * parameters)
+    assert floor["xla_flops"] > 2 * 10 * products
+    higher = max(floor["flops_seconds"], floor["bytes_seconds"])
+    assert floor["over_floor"] == pytest.approx(fedvi["seconds_median"] / higher)
     assert out.with_suffix(".md").read_text() in process.stdout
 
 
@@ -87,6 +94,14 @@ def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
         (["--torch_python=no/such/python"], "--torch_python=no/such/python"),
         (["--algorithm=fedprox", "--torch_python=x"], "--algorithm=fedprox"),
         (["--optimizer=adam", "--torch_python=x"], "--optimizer=adam"),
+        (["--model=lenet", "--fedjax_python=x"], "leave --fedjax_python out; it does"),
+        (["--native_conv"], "leave --native_conv out; it does fedavg with lenet"),
+        (["--torch_vmap"], "--torch_vmap needs --torch_python"),
+        (["--pfl_python=false"], "--pfl_python=false has no package pfl: install"),
+        (["--flower_workers=2x0"], "must look like 2x1"),
+        (["--torch_threads=0"], "must be positive numbers"),
+        (["--image_shape=32,32"], "must look like 32,32,3"),
+        (["--image_shape=32,32,3"], "add --synthetic"),
         (["--torch_gradients=hand,no"], "--torch_gradients=['hand', 'no']"),
         (["--client_examples=601", "--synthetic"], "client_examples=601"),
     ],
@@ -95,6 +110,22 @@ def test_mistakes_are_one_line(arguments, message):
     process = run(*arguments)
     assert process.returncode != 0
     assert message in process.stdout + process.stderr
+
+
+def test_native_convolutions_take_turns_on_random_images(tmp_path):
+    out = tmp_path / "tiny"
+    process = run(
+        *["--synthetic", "--image_shape=16,16,2", "--model=lenet", "--native_conv"],
+        *["--clients=2", "--participants=1", "--client_examples=10", "--batch_size=5"],
+        *["--rounds=2", "--warmup=1", f"--out={out}"],
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert found["work"]["input_shape"] == [16, 16, 2]
+    ours, native = found["systems"].values()
+    # Same weights, clients and shuffles: only the order of sums differs.
+    assert native["turns"]["loss"] == pytest.approx(ours["turns"]["loss"], rel=1e-3)
+    assert native["test_nll"] == pytest.approx(ours["test_nll"], rel=1e-3)
 
 
 def test_ratios_are_taken_turn_by_turn(report):

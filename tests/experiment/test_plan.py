@@ -44,7 +44,7 @@ def test_on_cpu_one_client_and_one_seed_at_a_time():
 
 @pytest.mark.parametrize(("requested", "chunk"), [("whole", 10), (4, 4), (99, 10)])
 def test_an_explicit_chunk_size_wins_on_cpu(requested, chunk):
-    chosen = choose(Compiler(GIB), platform="cpu", requested=requested)
+    chosen = choose(Compiler(1), platform="cpu", requested=requested)
     assert chosen[:2] == (chunk, 1)
 
 
@@ -65,15 +65,24 @@ def test_chunks_shrink_until_they_fit():
     assert len(compiler.calls) > 2
 
 
-def test_one_client_is_the_least():
-    chosen = choose(Compiler(50 * GIB), seeds=1)
-    assert chosen[:2] == (1, 1)
-    assert "needs 50.00 GiB of 9.00 GiB" in chosen.reason
+def test_one_client_that_does_not_fit_is_an_error():
+    message = (
+        r"chunk_size=1 needs 50.00 GiB .* with 9.00 GiB usable: spread the model over "
+        r"devices \(model_devices\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        choose(Compiler(50 * GIB), seeds=1)
 
 
-def test_an_explicit_chunk_size_is_kept_on_an_accelerator():
-    assert choose(Compiler(50 * GIB), requested=6)[:2] == (6, 1)
-    assert choose(Compiler(50 * GIB), requested="whole")[:2] == (10, 1)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_an_explicit_chunk_size_is_kept_or_said_not_to_fit(platform):
+    compiler = Compiler(GIB)
+    assert choose(compiler, requested=6, platform=platform)[:2] == (6, 1)
+    assert choose(compiler, requested=9, platform=platform)[:2] == (9, 1)
+    message = r"chunk_size=10 needs 10.00 GiB .* 9.00 GiB .*: about chunk_size=9 would"
+    for requested in (10, "whole"):
+        with pytest.raises(ValueError, match=message):
+            choose(compiler, requested=requested, platform=platform)
 
 
 def test_without_a_known_limit_everything_runs_at_once():
@@ -90,5 +99,10 @@ def test_a_real_program_tells_its_temporaries():
     assert 256 * 256 * 4 <= plan.temporary_bytes(compiled) < 10 * 256 * 256 * 4
 
 
-def test_the_cpu_backend_tells_no_limit():
-    assert plan.free_memory(jax.devices("cpu")[0]) is None
+def test_the_memory_of_a_cpu_is_what_the_system_could_give(monkeypatch, tmp_path):
+    device = jax.devices("cpu")[0]
+    monkeypatch.setattr(plan, "_MEMINFO", tmp_path / "meminfo")
+    assert plan.free_memory(device) is None
+    text = "MemTotal: 9 kB\nMemAvailable:    12345 kB\n"
+    (tmp_path / "meminfo").write_text(text)
+    assert plan.free_memory(device) == 12345 * 1024

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The checks that need one accelerator, in about six minutes: MobileNet's round of 100
+# clients x 500 images by dtype and chunk, NIW beside FedAvg, and the roofline of each.
+#
+#     benchmarks/accelerator.sh OUT_FOLDER [further flags of round_time.py]
+#
+# Small enough for a rehearsal on CPU (minutes):
+#
+#     benchmarks/accelerator.sh /tmp/out --clients=2 --participants=2 \
+#         --client_examples=100 --rounds=1 --warmup=1
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=$1
+shift
+mkdir -p "$out"
+for algorithm in fedavg fedhb_niw; do
+  for dtype in bfloat16 float32; do
+    for chunk in 0 20; do
+      python benchmarks/round_time.py --synthetic --image_shape=32,32,3 \
+        --model=mobilenet --algorithm="$algorithm" --dtype="$dtype" \
+        --chunk_size="$chunk" --clients=100 --participants=100 \
+        --client_examples=500 --rounds=5 --warmup=2 "$@" \
+        --out="$out/mobilenet_${algorithm}_${dtype}_chunk${chunk}"
+    done
+  done
+done

@@ -1,0 +1,107 @@
+"""A process of `scaling.py`: compiles a federation's round and runs it."""
+
+import time
+
+import jax
+import numpy as np
+from worker import peak_memory, serve, timed
+
+import fedvi
+from fedvi import algorithms, nn
+from fedvi.cohort import clients_mesh
+
+CLASSES = 10
+
+
+def hidden_width(parameters: int, features: int) -> int:
+    """Width of two equal hidden layers that make about so many parameters.
+
+    The network has h² + (features + classes + 2) h + classes of them.
+    """
+    linear = features + CLASSES + 2
+    return max(1, round((np.sqrt(linear**2 + 4 * (parameters - CLASSES)) - linear) / 2))
+
+
+class ScalingRounds:
+    """One federation in which all clients take part."""
+
+    def load(
+        self,
+        algorithm,
+        clients,
+        devices,
+        parameters,
+        chunk_size,
+        examples,
+        features,
+        batch_size,
+    ):
+        """Builds it on random data; returns its number of parameters."""
+        # Compilation is to be seen.
+        jax.config.update("jax_enable_compilation_cache", False)
+        self._before = peak_memory()
+        rng = np.random.default_rng(0)
+        data = fedvi.ClientData(
+            rng.normal(size=(clients, examples, features)).astype(np.float32),
+            rng.integers(0, CLASSES, (clients, examples)).astype(np.int32),
+            np.full(clients, examples, np.int32),
+        )
+        width = hidden_width(parameters, features)
+        model = nn.build(
+            "mlp", classes=CLASSES, input_shape=(features,), hidden=(width, width)
+        )
+        training = fedvi.LocalTraining(batch_size=batch_size, learning_rate=0.01)
+        task = fedvi.Task(model, training, training, clients, clients * examples)
+        one_each = np.ones(clients, np.int32)
+        test = data._replace(x=data.x[:, :1], y=data.y[:, :1], size=one_each)
+        self._federation = fedvi.Federation(
+            algorithms.build(algorithm, task),
+            data,
+            test,
+            chunk_size=chunk_size or None,
+            mesh=clients_mesh(devices),
+        )
+        self._state = self._federation.init(jax.random.key(0))
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        return {"parameters": nn.parameter_count(shapes), "jax": jax.__version__}
+
+    def compile(self):
+        """Traces and compiles the round afresh; seconds of either."""
+        jax.clear_caches()
+        federation = self._federation
+        start = time.perf_counter()
+        lowered = federation._jit_rounds.lower(self._state, federation.train, n=1)
+        traced = time.perf_counter()
+        self._compiled = lowered.compile()
+        return {
+            "trace_seconds": traced - start,
+            "compile_seconds": time.perf_counter() - traced,
+        }
+
+    def round(self):
+        """One round."""
+
+        def run():
+            results = self._compiled(self._state, self._federation.train)
+            return jax.block_until_ready(results)
+
+        (self._state, metrics), times = timed(run)
+        if metrics.failed.any():
+            raise RuntimeError("a client's training diverged")
+        return times
+
+    def finish(self):
+        """Memory in bytes: XLA's analysis of the round, the device's, the process's."""
+        analysis = self._compiled.memory_analysis()
+        device = jax.devices()[0].memory_stats() or {}
+        return {
+            "backend": jax.default_backend(),
+            "xla_temporary_bytes": analysis and analysis.temp_size_in_bytes,
+            "xla_argument_bytes": analysis and analysis.argument_size_in_bytes,
+            "device_peak_bytes": device.get("peak_bytes_in_use"),
+            "above_before_data_bytes": peak_memory() - self._before,
+        }
+
+
+if __name__ == "__main__":
+    serve(ScalingRounds())

@@ -1,0 +1,128 @@
+"""Whole rounds of `server_update.py`: what a method costs over FedAvg."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from report import spread
+from worker import timed
+
+from fedvi import ClientData, Federation, LocalTraining, Task, algorithms, nn, selection
+from fedvi.algorithm import Algorithm
+
+__all__ = [
+    "CLASSES",
+    "INPUTS",
+    "ROUNDS",
+    "build",
+    "cell",
+    "describe_rounds",
+    "measure_rounds",
+]
+
+flags.DEFINE_integer(
+    "rounds", 20, "Rounds that are timed; 0: only updates.", lower_bound=0
+)
+flags.DEFINE_integer("hidden", 256, "Of the rounds: units of the MLP.", lower_bound=1)
+flags.DEFINE_integer("clients", 100, "Of the rounds.", lower_bound=1)
+flags.DEFINE_integer("participants", 10, "Of the rounds.", lower_bound=1)
+flags.DEFINE_integer("examples", 500, "Of a client.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 50, "Examples a step.", lower_bound=1)
+flags.DEFINE_integer(
+    "chunk_size", 1, "Clients in one vmap; 0: all participants.", lower_bound=0
+)
+FLAGS = flags.FLAGS
+
+INPUTS, CLASSES = 784, 10
+ROUNDS = {
+    "fedavg": {},
+    "fedbabu": {},
+    "fedhb_niw": {},
+    "pfedbayes": {"average": "moments", "personal_steps": 1},
+}
+
+
+def build(name: str, options: dict, hidden: int) -> Algorithm:
+    """The algorithm on an MLP with one hidden layer."""
+    model = nn.build("mlp", classes=CLASSES, input_shape=(INPUTS,), hidden=(hidden,))
+    training = LocalTraining(batch_size=FLAGS.batch_size)
+    task = Task(
+        model, training, training, FLAGS.clients, FLAGS.clients * FLAGS.examples
+    )
+    return algorithms.build(name, task, **options)
+
+
+def measure_rounds(methods: list[str]) -> dict[str, dict[str, Any]]:
+    """Seconds a round by method, and over FedAvg's turn by turn."""
+    rng = np.random.default_rng(0)
+    shape = (FLAGS.clients, FLAGS.examples)
+    data = ClientData(
+        rng.normal(size=(*shape, INPUTS)).astype(np.float32),
+        rng.integers(0, CLASSES, shape).astype(np.int32),
+        np.full(FLAGS.clients, FLAGS.examples, np.int32),
+    )
+    test = ClientData(data.x[:, :1], data.y[:, :1], np.ones_like(data.size))
+    federations = {
+        name: Federation(
+            build(name, options, FLAGS.hidden),
+            data,
+            test,
+            selection=selection.uniform(FLAGS.clients, FLAGS.participants),
+            chunk_size=FLAGS.chunk_size or None,
+        )
+        for name, options in ROUNDS.items()
+        if name in ("fedavg", *methods)
+    }
+    states = {name: f.init(jax.random.key(0)) for name, f in federations.items()}
+    times = {name: [] for name in federations}
+    for _ in range(1 + FLAGS.rounds):
+        for name, federation in federations.items():
+            round = partial(federation.round, states[name])
+            (states[name], metrics), taken = timed(
+                lambda round=round: jax.block_until_ready(round())
+            )
+            times[name].append(taken)
+            if metrics.failed.any():
+                raise RuntimeError(f"{name}: a client's training diverged")
+    plain = times["fedavg"][1:]
+    found = {}
+    for name, (first, *turns) in times.items():
+        found[name] = {"first_round_seconds": first["seconds"]}
+        for key in ("seconds", "cpu_seconds"):
+            ratios = [turn[key] / base[key] for turn, base in zip(turns, plain)]
+            found[name][key] = spread([turn[key] for turn in turns])
+            found[name][f"{key}_over_fedavg"] = spread(ratios)
+    return found
+
+
+def describe_rounds(rounds: dict[str, Any], work: dict[str, Any]) -> list[str]:
+    """The lines of the report's page."""
+    if not rounds:
+        return []
+    lines = [
+        "",
+        f"Whole rounds, {work['rounds']} of each: MLP {INPUTS}-{work['hidden']}-"
+        f"{CLASSES}, {work['participants']} of {work['clients']} clients × "
+        f"{work['examples']}, batch {work['batch_size']}, one epoch, chunk size "
+        f"{work['chunk_size'] or 'all'}; pFedBayes: one step of q and one of w.",
+        "",
+        "| method | ms a round | over FedAvg, turn by turn | CPU-ms a round | over "
+        "FedAvg | first round s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in rounds.items():
+        lines.append(
+            f"| {name} | {cell(row['seconds'], 1e3)} | "
+            f"{cell(row['seconds_over_fedavg'])} | {cell(row['cpu_seconds'], 1e3)} | "
+            f"{cell(row['cpu_seconds_over_fedavg'])} | "
+            f"{row['first_round_seconds']:.2f} |"
+        )
+    return lines
+
+
+def cell(values: dict[str, float], unit: float = 1) -> str:
+    """Median (least to most), in a unit of which so many make one."""
+    median, low, high = (unit * values[key] for key in ("median", "min", "max"))
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
