@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
@@ -20,6 +21,8 @@ __all__ = [
     "Importance",
     "StackedAggregate",
     "Task",
+    "Wire",
+    "difference_to",
 ]
 
 Server = Any
@@ -119,6 +122,38 @@ class Importance(NamedTuple):
     score: Callable[..., jax.Array]
 
 
+class Wire(NamedTuple):
+    """What travels of a client's statistics, where that is not they themselves.
+
+    Statistics are what a server can sum. What a client need send may be less, and
+    nearer to 0, where a codec (`fedvi.codecs`) loses least. Without a codec a round
+    calls neither function: the statistics arrive as they are.
+
+    Attributes:
+      pack: `(server, statistics) -> upload`, what is sent; `server` is what `broadcast`
+        lets through, which both ends know.
+      unpack: `(server, upload) -> statistics`, the reverse, up to rounding.
+    """
+
+    pack: Callable[..., Any]
+    unpack: Callable[..., Any]
+
+
+def difference_to(unchanged: Callable[[Server], Any]) -> Wire:
+    """The `Wire` of a client that sends how far its statistics moved.
+
+    Args:
+      unchanged: `(server) -> statistics`, those of a client that learnt nothing;
+        `server` is what `broadcast` lets through.
+    """
+    return Wire(
+        pack=lambda server, statistics: jax.tree.map(
+            jnp.subtract, statistics, unchanged(server)
+        ),
+        unpack=lambda server, upload: jax.tree.map(jnp.add, unchanged(server), upload),
+    )
+
+
 def no_client_state(key, server) -> tuple:
     """The `init_client` of an algorithm whose clients keep nothing."""
     del key, server
@@ -159,6 +194,8 @@ class Algorithm(NamedTuple):
         client's `server`.
       reduce: "sum": the server gets an `Aggregate`; "stack": a `StackedAggregate`,
         for the few methods whose server needs every upload.
+      wire: optional, what travels of the statistics: its size is the bytes up, and it
+        is what a codec encodes. Default: the statistics.
     """
 
     name: str
@@ -174,3 +211,4 @@ class Algorithm(NamedTuple):
     cohort: int | Literal["all"] | None = None
     assign: Callable[..., tuple[jax.Array, Server]] | None = None
     reduce: str = "sum"
+    wire: Wire | None = None

@@ -8,26 +8,69 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-__all__ = ["AXIS", "clients_mesh", "map_reduce"]
+__all__ = ["AXIS", "MODEL_AXIS", "clients_mesh", "map_reduce"]
 
 AXIS = "clients"
+MODEL_AXIS = "model"
 
 
-def clients_mesh(devices: int | None = None) -> Mesh:
-    """A mesh with one axis, "clients", over the first `devices` devices (all: None).
+def clients_mesh(devices: int | None = None, model_devices: int = 1) -> Mesh:
+    """A mesh over devices: `{"clients": devices}`.
+
+    With `model_devices` it is `{"clients": devices / model_devices, "model":
+    model_devices}`: every participant's model, and the server's state, are spread
+    over the devices of a row (`fedvi.placement`).
+
+    Args:
+      devices: of all processes together, as many from each; None: all. Of one
+        process, its first ones.
+      model_devices: devices that hold one model together.
 
     Raises:
-      ValueError: more devices asked for than there are.
+      ValueError: more devices asked for than there are, or a number that the
+        processes, or rows of `model_devices`, cannot share equally.
     """
     available = jax.devices()
+    owners = sorted({device.process_index for device in available})
+    own = {p: [d for d in available if d.process_index == p] for p in owners}
+    if devices is None and len({len(part) for part in own.values()}) > 1:
+        raise ValueError(
+            f"the processes have {[len(part) for part in own.values()]} devices: give "
+            "each as many, or give devices, the number to use of all together"
+        )
     devices = len(available) if devices is None else devices
     if not 1 <= devices <= len(available):
         raise ValueError(
             f"devices={devices} must lie between 1 and the {len(available)} "
-            f"{available[0].platform} devices that JAX sees"
+            f"{available[0].platform} devices that JAX sees" + _more_cpus(available)
         )
-    return jax.make_mesh(
-        (devices,), (AXIS,), devices=available[:devices], axis_types=(AxisType.Auto,)
+    each = devices // len(owners)
+    if devices % len(owners) or any(len(part) < each for part in own.values()):
+        raise ValueError(
+            f"devices={devices} must be a multiple of the {len(owners)} processes, of "
+            "which each gives as many; they have "
+            f"{[len(part) for part in own.values()]}"
+        )
+    if not 1 <= model_devices <= devices or devices % model_devices:
+        raise ValueError(
+            f"model_devices={model_devices} must divide the {devices} devices in use"
+        )
+    chosen = [device for part in own.values() for device in part[:each]]
+    if model_devices == 1:
+        shape, names = (devices,), (AXIS,)
+    else:
+        shape = (devices // model_devices, model_devices)
+        names = (AXIS, MODEL_AXIS)
+    types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, devices=chosen, axis_types=types)
+
+
+def _more_cpus(available) -> str:
+    if available[0].platform != "cpu":
+        return ""
+    return (
+        ": a CPU shows as many as jax.config.update('jax_num_cpu_devices', n) asks for "
+        "before JAX is first used"
     )
 
 
@@ -56,14 +99,15 @@ def map_reduce(
       chunk_size: clients in one vmap; None: the whole cohort of a device at once
         (fastest on an accelerator); 1: a plain loop (fastest on CPU, memory of one
         client).
-      mesh: from `clients_mesh`; None or one device: no sharding.
+      mesh: from `clients_mesh`; None or one device: no sharding. Its "model" axis is
+        left to XLA's partitioner.
 
     Returns:
       (sums: pytree without, outputs: pytree with a leading [cohort] axis).
     """
     cohort = jax.tree.leaves(items)[0].shape[0]
     count = cohort if count is None else count
-    devices = 1 if mesh is None else mesh.size
+    devices = 1 if mesh is None else mesh.shape[AXIS]
     per_device = -(-cohort // devices)
     chunks = -(-per_device // min(chunk_size or per_device, per_device))
     chunk = -(-per_device // chunks)
@@ -87,6 +131,7 @@ def map_reduce(
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS)),
             out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+            axis_names={AXIS},
             check_vma=False,
         )(operands, items, slots < count)
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, StackedAggregate
+from fedvi.codecs import IDENTITY, Codec
 from fedvi.selection import Selection
 
 __all__ = ["check", "check_selection"]
 
 
-def check(algorithm: Algorithm, train, test, population: int) -> None:
+def check(
+    algorithm: Algorithm, train, test, population: int, codec: Codec = IDENTITY
+) -> None:
     """Traces every function of an algorithm once; compiles nothing.
 
     Args:
@@ -23,6 +26,7 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
       train: stacked `ClientData` `[clients, ...]`.
       test: stacked `ClientData` `[clients, ...]`.
       population: N.
+      codec: of the uploads.
 
     Raises:
       ValueError: names the function, what it returned and what it should.
@@ -49,6 +53,7 @@ def check(algorithm: Algorithm, train, test, population: int) -> None:
     if output is None:
         raise ValueError("client_update must return a fedvi.ClientOutput")
     _same("client_update", "ClientOutput.client", client, output.client)
+    _check_upload(algorithm, codec, message, output.statistics)
     after = jax.eval_shape(
         lambda server, uploads: algorithm.server_update(
             key, round, server, _aggregate(algorithm, uploads, population)
@@ -101,6 +106,20 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
             f"selection of {selection.size} clients a round does not suit "
             f"{algorithm.name}, which takes {wanted}: select participants={wanted}"
         )
+
+
+def _check_upload(algorithm: Algorithm, codec: Codec, message, statistics) -> None:
+    """What is packed and encoded comes out with structure, shapes and types."""
+    if not isinstance(codec, Codec):
+        raise ValueError(f"codec={codec!r} must be a fedvi.codecs.Codec")
+    upload = statistics
+    if algorithm.wire is not None:
+        upload = jax.eval_shape(algorithm.wire.pack, message, statistics)
+        unpacked = jax.eval_shape(algorithm.wire.unpack, message, upload)
+        _same("wire", "ClientOutput.statistics", statistics, unpacked)
+    key = jax.random.key(0)
+    arrived = jax.eval_shape(lambda u: codec.decode(codec.encode(key, u)), upload)
+    _same(f"codec {codec.name}", "an upload", upload, arrived)
 
 
 def _check_score(name: str, measure, server, report) -> None:

@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh
 
 from fedvi import checks, client_evaluation, contract
 from fedvi.algorithm import Algorithm
-from fedvi.cohort import map_reduce
+from fedvi.codecs import IDENTITY, Codec
+from fedvi.cohort import MODEL_AXIS, map_reduce
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.keys import Purpose, derive
 from fedvi.participation import Call, Visit, next_server, participate, report
+from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 
 __all__ = ["Federation", "RoundMetrics", "State"]
@@ -77,9 +80,11 @@ class Federation:
       selection: default full participation.
       chunk_size: clients in one vmap; None: the whole cohort. The default 1 is right
         on CPU; `fedvi.experiment.plan` chooses for any device.
-      mesh: from `fedvi.cohort.clients_mesh`, to spread the cohort over devices.
+      mesh: from `fedvi.cohort.clients_mesh`, to spread the cohort over devices, and
+        with `model_devices` the states too.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
         batch statistics the figure matters.
+      codec: of the uploads, from `fedvi.codecs`; default: they arrive as they are.
 
     Raises:
       ValueError: a selection for another number of clients, of a cohort that the
@@ -98,6 +103,7 @@ class Federation:
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
+        codec: Codec = IDENTITY,
     ):
         clients = train.size.shape[0]
         if test.size.shape[0] != clients:
@@ -110,6 +116,7 @@ class Federation:
         checks.at_least("eval_batch_size", eval_batch_size, 1)
         self.clients = clients
         self.algorithm = algorithm
+        self.codec = codec
         self.selection = selection or full(clients)
         if self.selection.clients != clients:
             raise ValueError(
@@ -117,26 +124,41 @@ class Federation:
                 f"holds {clients}"
             )
         candidates = self.selection.candidates
-        sizes = train.size if candidates is None else train.size[candidates]
+        sizes = np.asarray(train.size)
+        sizes = sizes if candidates is None else sizes[candidates]
         self.population = int((sizes > 0).sum())
         if self.population == 0:
             raise ValueError(
                 "train holds no example: every client is empty, or every one that "
                 "selection may pick"
             )
-        contract.check(algorithm, train, test, self.population)
+        contract.check(algorithm, train, test, self.population, codec)
         contract.check_selection(algorithm, self.selection)
-        # The state stays where it is first put: else the second call compiles again.
-        place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self.train, self.test = jax.device_put((train, test), place)
         self.eval_batch_size = eval_batch_size
         self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
+        # The state stays where it is first put: else the second call compiles again.
+        whole, place = None, None
+        if mesh is None:
+            self.train, self.test = jax.device_put((train, test))
+        else:
+            self.train, self.test = replicate(mesh, (train, test))
+            whole = replicated(mesh)
+            shapes = jax.eval_shape(self.pure_init, jax.random.key(0))
+            place = state_shardings(mesh, shapes)
+        split = mesh is not None and MODEL_AXIS in mesh.shape
+        self._server_place = place.server if split else None
         self._jit_init = jax.jit(self.pure_init, out_shardings=place)
         self._jit_rounds = jax.jit(
             self.pure_rounds,
             static_argnames="n",
             donate_argnames="state",
-            out_shardings=place,
+            out_shardings=None if mesh is None else (place, whole),
+        )
+        self._jit_run = jax.jit(
+            self.pure_run,
+            static_argnames=("evaluations", "eval_every", "personal"),
+            donate_argnames="state",
+            out_shardings=None if mesh is None else (place, whole, whole),
         )
         self._jit_evaluate = jax.jit(self.pure_evaluate)
         self._jit_evaluate_personal = jax.jit(self.pure_evaluate_personal)
@@ -161,6 +183,38 @@ class Federation:
         if not isinstance(n, numbers.Integral) or n < 1:
             raise ValueError(f"n={n!r} must be a whole number of rounds, at least 1")
         return self._jit_rounds(state, self.train, n=n)
+
+    def run(
+        self, state: State, rounds: int, eval_every: int = 1, personal: bool = False
+    ) -> tuple[State, RoundMetrics, Scores]:
+        """A whole run as one jitted call: rounds, and evaluations among them.
+
+        Donates `state`. For several seeds at once, `vmap` `pure_init` and `pure_run`.
+
+        Args:
+          state: where to begin.
+          rounds: number of rounds, a multiple of `eval_every`.
+          eval_every: rounds between evaluations.
+          personal: evaluates the personalised models instead of the global one.
+
+        Returns:
+          (state, metrics `[rounds, ...]`, scores `[rounds / eval_every, clients,
+          ...]`, of `evaluate` or `evaluate_personal`).
+
+        Raises:
+          ValueError: numbers below 1, or rounds that are no multiple of `eval_every`.
+        """
+        for name, value in (("rounds", rounds), ("eval_every", eval_every)):
+            if not isinstance(value, numbers.Integral) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+        if rounds % eval_every:
+            raise ValueError(
+                f"rounds={rounds} must be a multiple of eval_every={eval_every}"
+            )
+        evaluations = rounds // eval_every
+        return self._jit_run(
+            state, self.train, self.test, evaluations, eval_every, personal
+        )
 
     def evaluate(self, state: State) -> Scores:
         """Scores `[clients, ...]` of the global model on every client's test data.
@@ -216,13 +270,27 @@ class Federation:
         """`rounds` without `jit`, on `train` data of the same shapes."""
         return jax.lax.scan(lambda state, _: self._round(state, train), state, length=n)
 
+    def pure_run(
+        self, state: State, train, test, evaluations, eval_every, personal=False
+    ):
+        """`run` without `jit`: `evaluations` times `eval_every` rounds."""
+        evaluate = self.pure_evaluate_personal if personal else self.pure_evaluate
+
+        def block(state, _):
+            state, metrics = self.pure_rounds(state, train, eval_every)
+            return state, (metrics, evaluate(state, train, test))
+
+        state, (metrics, scores) = jax.lax.scan(block, state, length=evaluations)
+        metrics = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), metrics)
+        return state, metrics, scores
+
     def _round(self, state: State, train: ClientData):
         """Selects, trains the cohort, aggregates, updates the server."""
         algorithm, round = self.algorithm, state.round
         call = Call(state.key, round, algorithm.broadcast(state.server))
         ids, choice = self._select(state, call, train)
         sums, outputs = self._over_clients(
-            partial(self._visit, partial(participate, algorithm)),
+            partial(self._visit, partial(participate, algorithm, codec=self.codec)),
             (call, state.clients, train),
             ids,
         )
@@ -236,6 +304,8 @@ class Federation:
             sums,
             outputs,
         )
+        if self._server_place is not None:  # between the rounds of a scan too
+            server = jax.lax.with_sharding_constraint(server, self._server_place)
         # Out-of-range ids are dropped: empty and failed clients keep their state.
         written = jnp.where(outputs["counts"], ids, self.clients)
         clients = jax.tree.map(

@@ -25,6 +25,7 @@ class Purpose(enum.IntEnum):
     PREDICT_PERSONAL = 7
     REPORT = 8
     ASSIGN = 9
+    ENCODE = 10
 
 
 def derive(root, purpose: Purpose, round=0, client_id=0):

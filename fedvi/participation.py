@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedvi.algorithm import Aggregate, Algorithm, Importance, StackedAggregate
+from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData
 from fedvi.keys import Purpose, derive
 
@@ -47,10 +48,18 @@ class Visit(NamedTuple):
     others: tuple[ClientData, ...] = ()
 
 
-def participate(algorithm: Algorithm, call: Call, visit: Visit):
+def participate(
+    algorithm: Algorithm, call: Call, visit: Visit, codec: Codec = IDENTITY
+):
     """Trains one participant.
 
-    An empty client, and one that returns a NaN or an infinity, counts nothing.
+    An empty client, and one of which a NaN or an infinity arrives, counts nothing.
+
+    Args:
+      algorithm: whose `client_update` it is.
+      call: what every participant is told.
+      visit: the participant.
+      codec: of its upload.
 
     Returns:
       (what is summed over the cohort, what is stacked): two dicts. Summed: `weight`,
@@ -67,7 +76,8 @@ def participate(algorithm: Algorithm, call: Call, visit: Visit):
     )
     empty = visit.train.size == 0
     weight = jnp.asarray(output.weight, jnp.float32)
-    finite = all_finite((output.statistics, output.client, weight))
+    arrived = _send(algorithm, codec, call, visit, output.statistics)
+    finite = all_finite((arrived, output.client, weight))
     counts = ~empty & finite
     # `where`, not a product with 0, which would let a NaN through.
     weight = jnp.where(counts, weight, 0.0)
@@ -84,12 +94,23 @@ def participate(algorithm: Algorithm, call: Call, visit: Visit):
         "empty": empty,
         "failed": ~empty & ~finite,
     }
-    statistics = keep(output.statistics)
+    statistics = keep(arrived)
     if algorithm.reduce == "stack":
         outputs["statistics"] = statistics
     else:
         sums["statistics"] = jax.tree.map(lambda s: weight * s, statistics)
     return sums, outputs
+
+
+def _send(algorithm: Algorithm, codec: Codec, call: Call, visit: Visit, statistics):
+    """The statistics as they arrive at the server."""
+    if codec is IDENTITY:
+        return statistics
+    wire, server = algorithm.wire, call.message
+    upload = statistics if wire is None else wire.pack(server, statistics)
+    key = derive(call.key, Purpose.ENCODE, call.round, visit.id)
+    upload = codec.decode(codec.encode(key, upload))
+    return upload if wire is None else wire.unpack(server, upload)
 
 
 def next_server(

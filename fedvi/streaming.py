@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedvi import checks, client_evaluation, contract
 from fedvi.algorithm import Algorithm
 from fedvi.client_store import ClientStore
+from fedvi.codecs import IDENTITY, Codec
 from fedvi.cohort import AXIS, map_reduce
 from fedvi.data.client_files import ClientSource
 from fedvi.evaluation import Scores
@@ -53,6 +54,7 @@ class StreamedFederation:
       chunk_size: clients in one vmap, of a block; None: all of it.
       mesh: from `fedvi.cohort.clients_mesh`, to spread a block over devices.
       eval_batch_size: as of `Federation`.
+      codec: as of `Federation`.
 
     Raises:
       ValueError: as `Federation`; a selection by importance, which needs a report of
@@ -71,6 +73,7 @@ class StreamedFederation:
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
+        codec: Codec = IDENTITY,
     ):
         checks.at_least("block_size", block_size, 1)
         checks.at_least("eval_batch_size", eval_batch_size, 1)
@@ -78,6 +81,7 @@ class StreamedFederation:
             checks.at_least("chunk_size", chunk_size, 1)
         self.clients = len(train.size)
         self.algorithm, self.train, self.test = algorithm, train, test
+        self.codec = codec
         self.selection = selection or uniform(self.clients, self.clients)
         self._check()
         candidates = self.selection.candidates
@@ -85,7 +89,8 @@ class StreamedFederation:
         self.population = int((sizes > 0).sum())
         if self.population == 0:
             raise ValueError("train holds no example of the clients that may take part")
-        contract.check(algorithm, train.shapes, (test or train).shapes, self.population)
+        examples = (test or train).shapes
+        contract.check(algorithm, train.shapes, examples, self.population, codec)
         contract.check_selection(algorithm, self.selection)
         self.block_size, self.eval_batch_size = block_size, eval_batch_size
         server = jax.eval_shape(algorithm.init, jax.random.key(0))
@@ -202,7 +207,8 @@ class StreamedFederation:
     def _upload_block(self, call, start, count, *visits):
         def one(operands, item):
             call, start = operands
-            return participate(self.algorithm, call, self._visit(call, start, *item))
+            visit = self._visit(call, start, *item)
+            return participate(self.algorithm, call, visit, self.codec)
 
         return self._over_clients(one, (call, start), visits, count=count)
 

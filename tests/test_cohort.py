@@ -61,5 +61,5 @@ def test_a_padded_slot_adds_nothing_even_if_it_is_not_a_number():
 
 
 def test_too_many_devices_are_refused():
-    with pytest.raises(ValueError, match=r"devices=9 must lie between 1 and the 8"):
+    with pytest.raises(ValueError, match="devices=9 must lie .* the 8 .*jax_num_cpu_d"):
         clients_mesh(9)

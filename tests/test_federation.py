@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -505,3 +506,59 @@ def test_a_second_round_over_devices_compiles_nothing(train, test):
         assert compiled  # the event is still called so
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_whole_run_is_one_call(train, test):
+    federation = Federation(mean_of_data(), train, test, selection=uniform(7, 3))
+
+    def start():
+        return federation.init(jax.random.key(5))
+
+    def stack(trees, join):
+        return jax.tree.map(lambda *a: join(a), *trees)
+
+    state, seen, scores = federation.run(start(), 6, eval_every=2)
+    expected, metrics, all_scores = start(), [], []
+    for _ in range(3):
+        expected, block = federation.rounds(expected, 2)
+        metrics.append(block)
+        all_scores.append(federation.evaluate(expected))
+    chex.assert_trees_all_close(state.server, expected.server, rtol=1e-6)
+    chex.assert_trees_all_close(seen, stack(metrics, jnp.concatenate), rtol=1e-6)
+    chex.assert_trees_all_close(scores, stack(all_scores, jnp.stack), rtol=1e-5)
+    *_, personal = federation.run(start(), 2, eval_every=2, personal=True)
+    state, _ = federation.rounds(start(), 2)
+    wanted = federation.evaluate_personal(state)
+    chex.assert_trees_all_close(stack([personal], lambda a: a[0][0]), wanted)
+
+
+def test_a_run_of_several_seeds_is_traced_once(train, test):
+    federation = Federation(mean_of_data(), train, test, selection=uniform(7, 3))
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def run(keys, train, test):
+        def one(key):
+            state = federation.pure_init(key)
+            return federation.pure_run(state, train, test, 2, 3)
+
+        return jax.vmap(one)(keys)
+
+    seeds = [4, 5]
+    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+    state, metrics, scores = run(keys, federation.train, federation.test)
+    run(keys, federation.train, federation.test)
+    assert metrics.client_ids.shape == (2, 6, 3) and scores.count.shape == (2, 2, 7)
+    for i, seed in enumerate(seeds):
+        alone, *_ = federation.run(federation.init(jax.random.key(seed)), 6, 3)
+        np.testing.assert_allclose(state.server[i], alone.server, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "eval_every", "message"),
+    [(0, 1, "rounds=0"), (4, 0, "eval_every=0"), (5, 2, "multiple of eval_every=2")],
+)
+def test_a_run_of_odd_lengths_is_refused(train, test, rounds, eval_every, message):
+    federation = Federation(mean_of_data(), train, test)
+    with pytest.raises(ValueError, match=message):
+        federation.run(federation.init(jax.random.key(0)), rounds, eval_every)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi import Federation, StreamedFederation, data
+from fedvi import Federation, StreamedFederation, codecs, data
 from fedvi.algorithm import Algorithm, ClientOutput, Importance
 from fedvi.algorithms import fedavg, pfedbayes
 from fedvi.cohort import clients_mesh
@@ -128,10 +128,12 @@ def test_blocks_equal_one_call_in_memory(train, test, tmp_path, layout, reduce):
     )
 
 
-@pytest.mark.parametrize("build", [fedavg, pfedbayes])
-def test_real_methods_agree_too(train, test, task, build):
+@pytest.mark.parametrize(
+    ("build", "codec"), [(fedavg, codecs.INT8), (pfedbayes, codecs.IDENTITY)]
+)
+def test_real_methods_agree_too(train, test, task, build, codec):
     algorithm = build(task)
-    options = {"selection": round_robin(7, 4)}
+    options = {"selection": round_robin(7, 4), "codec": codec}
     _, expected, _ = in_memory(algorithm, train, test, 3, **options)
     stream, state, _ = streamed(algorithm, train, test, 3, block_size=2, **options)
     chex.assert_trees_all_close(state.server, expected.server, rtol=1e-4, atol=1e-5)

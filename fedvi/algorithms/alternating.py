@@ -8,9 +8,19 @@ import jax.numpy as jnp
 import optax
 
 from fedvi import checks
+from fedvi.algorithm import Wire
 from fedvi.local import LocalTraining, fold_minibatches, num_steps
+from fedvi.variational import Family
 
-__all__ = ["Learner", "alternate", "check_steps", "check_zeta", "learner", "where"]
+__all__ = [
+    "Learner",
+    "alternate",
+    "check_steps",
+    "check_zeta",
+    "learner",
+    "posterior_wire",
+    "where",
+]
 
 
 class Learner(NamedTuple):
@@ -44,6 +54,34 @@ def check_zeta(zeta: float, upload: str) -> None:
             "zeta=0 with upload='localised' sends what nothing moves: give a positive "
             "zeta, or upload='personal'"
         )
+
+
+def posterior_wire(
+    family: Family, average: str, broadcast_of: Callable[[Any], Any]
+) -> Wire:
+    """A posterior travels as the difference of its parameters to the broadcast one.
+
+    Not its moments, whatever the server averages: of rounded ones a variance may come
+    out negative.
+
+    Args:
+      family: of the posterior.
+      average: "parameters" or "moments", what the statistics are.
+      broadcast_of: `(server) -> posterior`, that the client was sent.
+    """
+
+    def pack(server, statistics):
+        near, q = broadcast_of(server), statistics
+        if average == "moments":
+            q = family.from_moments(statistics, near)
+        return jax.tree.map(jnp.subtract, q, near)
+
+    def unpack(server, moved):
+        near = broadcast_of(server)
+        q = jax.tree.map(jnp.add, near, moved)
+        return family.moments(q, near) if average == "moments" else q
+
+    return Wire(pack, unpack)
 
 
 def alternate(

@@ -18,6 +18,7 @@ from fedvi.algorithms.alternating import (
     check_steps,
     check_zeta,
     learner,
+    posterior_wire,
     where,
 )
 from fedvi.algorithms.common import normal_init
@@ -239,6 +240,7 @@ def bpfed(
         personal_predictive=personal_predictive,
         init_client=init_client,
         broadcast=lambda server: server._replace(newcomer=()),
+        wire=posterior_wire(family, average, lambda server: server.posterior),
     )
 
 

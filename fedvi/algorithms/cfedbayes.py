@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from fedvi import checks
-from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithm import Algorithm, Task, Wire
 from fedvi.algorithms.alternating import where
 from fedvi.algorithms.pfedbayes import pfedbayes_of
 from fedvi.local import fold_minibatches
-from fedvi.nn import parameter_count
 from fedvi.variational import BayesianNetwork, normal
 
 __all__ = ["cfedbayes"]
@@ -55,9 +54,8 @@ def cfedbayes(
 
     The moments of w's optimiser stay with the client when it changes its cluster.
 
-    Metrics: `share_k`, the share of the participants that chose cluster k;
-    `bytes_saved`, of the K posteriors a client that are summed here, what sending
-    (k_i, w_i) saves.
+    A client sends (k_i, w_i). Metrics: `share_k`, the share of the participants that
+    chose cluster k.
 
     Args:
       task: model, local training, population.
@@ -127,22 +125,35 @@ def cfedbayes(
     def init_client(key, server):
         return one.init_client(key, jax.tree.map(lambda u: u[0], server))
 
+    def statistics_of(member, upload):
+        """Of one client: its upload at its cluster's place, zeros elsewhere."""
+        uploads = jax.tree.map(
+            lambda v: member.reshape(-1, *[1] * v.ndim) * v[None], upload
+        )
+        return {"members": member, "uploads": uploads}
+
+    def pack(server, statistics):
+        """The cluster's number, and w_i as `pfedbayes` sends it."""
+        cluster = jnp.argmax(statistics["members"]).astype(jnp.int32)
+        own, upload = jax.tree.map(
+            lambda u: u[cluster], (server, statistics["uploads"])
+        )
+        return {"cluster": cluster, "upload": one.wire.pack(own, upload)}
+
+    def unpack(server, sent):
+        own = jax.tree.map(lambda u: u[sent["cluster"]], server)
+        member = jax.nn.one_hot(sent["cluster"], clusters)
+        return statistics_of(member, one.wire.unpack(own, sent["upload"]))
+
     def client_update(key, round, server, client, data):
         assign_key, train_key = jax.random.split(key)
         cluster, own = assign(assign_key, server, client, data)
         output = one.client_update(train_key, round, own, client, data)
         member = jax.nn.one_hot(cluster, clusters)
-        statistics = {
-            "members": member,
-            "uploads": jax.tree.map(
-                lambda v: member.reshape(-1, *[1] * v.ndim) * v[None], output.statistics
-            ),
-        }
         shares = {f"share_{k}": member[k] for k in range(clusters)}
-        one_upload = 4.0 * parameter_count(output.statistics)
-        shares["bytes_saved"] = jnp.float32((clusters - 1) * one_upload)
         return output._replace(
-            statistics=statistics, metrics={**output.metrics, **shares}
+            statistics=statistics_of(member, output.statistics),
+            metrics={**output.metrics, **shares},
         )
 
     def server_update(key, round, server, aggregate):
@@ -168,4 +179,5 @@ def cfedbayes(
         personalise=personalise,
         init_client=init_client,
         assign=assign,
+        wire=Wire(pack, unpack),
     )

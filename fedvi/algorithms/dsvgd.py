@@ -13,7 +13,13 @@ $\tilde p_k = (q / t_k) p_k$ (Eq. 6) by SVGD, and $t_k$ into $t_k q^{new} / q^{o
 import math
 from typing import Literal
 
-from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
+from fedvi.algorithm import (
+    Algorithm,
+    ClientOutput,
+    Importance,
+    Task,
+    difference_to,
+)
 from fedvi.algorithms.stein_client import Server, SteinClient, posterior_of
 
 __all__ = ["dsvgd"]
@@ -121,4 +127,5 @@ def dsvgd(
             "hip": Importance(side.report_scores, side.hip_with_mean),
         },
         cohort=1,
+        wire=difference_to(lambda server: server.particles),
     )

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import alternate, check_steps, learner
+from fedvi.algorithms.alternating import (
+    alternate,
+    check_steps,
+    learner,
+    posterior_wire,
+)
 from fedvi.algorithms.common import normal_init
 from fedvi.local import minimise
 from fedvi.variational import BayesianNetwork, normal
@@ -208,4 +213,5 @@ def fedabml(
         global_predictive=global_predictive,
         personalise=personalise,
         personal_predictive=personal_predictive,
+        wire=posterior_wire(family, average, lambda server: server.prior),
     )

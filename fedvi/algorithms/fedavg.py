@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi import checks
-from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithm import Algorithm, ClientOutput, Task, difference_to
 from fedvi.algorithms.common import (
     classification_loss,
     finetune,
@@ -96,4 +96,5 @@ def fedavg(
         personalise=personalise,
         personal_predictive=predict_with_params(model),
         broadcast=lambda server: server._replace(moments=()),
+        wire=difference_to(lambda server: server.params),
     )

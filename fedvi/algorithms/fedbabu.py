@@ -4,7 +4,7 @@ Oh, Kim and Yun, "FedBABU: towards enhanced representation for federated image
 classification", ICLR 2022.
 """
 
-from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithm import Algorithm, ClientOutput, Task, difference_to
 from fedvi.algorithms.common import (
     classification_loss,
     finetune,
@@ -55,4 +55,5 @@ def fedbabu(task: Task) -> Algorithm:
         global_predictive=global_predictive,
         personalise=personalise,
         personal_predictive=predict_with_params(model),
+        wire=difference_to(lambda server: server["body"]),
     )

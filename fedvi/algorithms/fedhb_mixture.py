@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedvi import checks
-from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithm import Algorithm, ClientOutput, Task, Wire
 from fedvi.algorithms.common import (
     classification_loss,
     log_probabilities,
@@ -111,6 +111,28 @@ def fedhb_mixture(
         )
         return Server(prototypes, base["head"], gate_model.init(gate_key))
 
+    def statistics_of(shares, body, gate_body):
+        weighted = jax.tree.map(
+            lambda m: shares.reshape(-1, *[1] * m.ndim) * m[None], body
+        )
+        return {"mass": shares, "weighted": weighted, "gate": gate_body}
+
+    def known(server):
+        """What m_i and the gate's weights are sent as differences to."""
+        centre = jax.tree.map(lambda r: r.mean(0), server.prototypes)
+        return {"body": centre, "gate": server.gate["body"]}
+
+    def pack(server, statistics):
+        body = jax.tree.map(lambda w: w.sum(0), statistics["weighted"])  # Σ_j c_j = 1
+        sent = {"body": body, "gate": statistics["gate"]}
+        moved = jax.tree.map(jnp.subtract, sent, known(server))
+        return {"mass": statistics["mass"], **moved}
+
+    def unpack(server, upload):
+        moved = {name: upload[name] for name in ("body", "gate")}
+        sent = jax.tree.map(jnp.add, known(server), moved)
+        return statistics_of(upload["mass"], sent["body"], sent["gate"])
+
     def client_update(key, round, server, client, data):
         body_key, gate_key, start_key = jax.random.split(key, 3)
 
@@ -138,13 +160,7 @@ def fedhb_mixture(
         gate_body, gate_value = minimise(
             gate_key, round, server.gate["body"], data, task.training, gate_loss
         )
-        statistics = {
-            "mass": shares,
-            "weighted": jax.tree.map(
-                lambda m: shares.reshape(-1, *[1] * m.ndim) * m[None], body
-            ),
-            "gate": gate_body,
-        }
+        statistics = statistics_of(shares, body, gate_body)
         metrics = {
             "loss": value,
             "gate_loss": gate_value,
@@ -195,6 +211,7 @@ def fedhb_mixture(
         global_predictive=global_predictive,
         personalise=personalise,
         personal_predictive=predict_with_params(model),
+        wire=Wire(pack, unpack),
     )
 
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from fedvi import checks
-from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithm import Algorithm, ClientOutput, Task, Wire
 from fedvi.algorithms.common import (
     classification_loss,
     log_probabilities,
     predict_with_params,
     quadratic_penalty,
+    quadratic_pull,
     require_body,
 )
 from fedvi.distributions import dropout, normal_inverse_wishart, student_t
@@ -57,6 +58,9 @@ def fedhb_niw(
     Server (Eq. 18, with N/N_f of Alg. 3): closed form from Σ m_i and Σ m_i².
     Prediction (Eq. 19): Student-t around m_0, or its mode m_0.
     Personalisation (Eq. 46): the client's objective, body and head.
+
+    Metrics: `loss`, the mean of CE(m̃) over the local steps; `penalty`, the second term
+    of Eq. 17 after the last of them.
 
     Args:
       task: model, local training, population.
@@ -125,7 +129,17 @@ def fedhb_niw(
         if joint:
             return value
         centre = server.posterior.mean
-        return value + quadratic_penalty(params["body"], centre, weights)
+        return value + quadratic_pull(params["body"], centre, weights)
+
+    def statistics_of(body):
+        return {"sum_m": body, "sum_m2": jax.tree.map(jnp.square, body)}
+
+    def pack(server, statistics):
+        """m - m_0. The server squares what arrives, so that V_0 stays positive."""
+        return jax.tree.map(jnp.subtract, statistics["sum_m"], server.posterior.mean)
+
+    def unpack(server, moved):
+        return statistics_of(jax.tree.map(jnp.add, server.posterior.mean, moved))
 
     def client_update(key, round, server, client, data):
         centre, weights = server.posterior.mean, precision(server, data)
@@ -138,8 +152,9 @@ def fedhb_niw(
         body, value = minimise(
             key, round, centre, data, task.training, body_loss, proximal
         )
-        statistics = {"sum_m": body, "sum_m2": jax.tree.map(jnp.square, body)}
-        return ClientOutput(statistics, 1.0, metrics={"loss": value})
+        penalty = quadratic_penalty(body, centre, weights)
+        metrics = {"loss": value, "penalty": penalty}
+        return ClientOutput(statistics_of(body), 1.0, metrics=metrics)
 
     def server_update(key, round, server, aggregate):
         # Σ over all N clients, estimated from the N_f participants (Alg. 3).
@@ -193,6 +208,7 @@ def fedhb_niw(
         global_predictive=global_predictive,
         personalise=personalise,
         personal_predictive=predict_with_params(model),
+        wire=Wire(pack, unpack),
     )
 
 

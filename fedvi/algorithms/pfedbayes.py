@@ -19,6 +19,7 @@ from fedvi.algorithms.alternating import (
     check_steps,
     check_zeta,
     learner,
+    posterior_wire,
     where,
 )
 from fedvi.algorithms.common import normal_init
@@ -237,4 +238,5 @@ def pfedbayes_of(
         personalise=personalise,
         personal_predictive=personal_predictive,
         init_client=init_client,
+        wire=posterior_wire(family, average, lambda server: server.posterior),
     )

@@ -40,6 +40,7 @@ def local_only(task: Task) -> Algorithm:
         server_update=lambda key, round, server, aggregate: server,
         personalise=personalise,
         broadcast=lambda server: (),
+        wire=None,
     )
 
 
@@ -68,6 +69,7 @@ def centralised(task: Task) -> Algorithm:
         server_update=server_update,
         broadcast=lambda server: (),
         reduce="stack",
+        wire=None,
     )
 
 

@@ -4,10 +4,12 @@ Zhang et al., "Federated learning via variational Bayesian inference: personaliz
 sparsity and clustering" (2023), §4.
 """
 
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from fedvi import checks
 from fedvi.algorithm import Algorithm, Task
@@ -27,6 +29,7 @@ def sfedbayes(
     inclusion: float = 0.99,
     temperature: float = 0.5,
     threshold: float = 0.0,
+    keep: float = 1.0,
     zeta: float = 10.0,
     rho: float = -2.5,
     init_std: float | None = None,
@@ -50,8 +53,9 @@ def sfedbayes(
 
     Metrics: `inclusion`, the mean λ of the personal posteriors (the paper's estimated
     λ); `kept`, the share of gates that are 1 in one draw of them (its "sparsity"); with
-    a threshold also `sent`, the share of the weights sent whole, and `bytes_saved` by
-    that, per participant (λ says which they are).
+    a threshold or `keep` also `sent`, the share of the weights sent whole, and
+    `withheld`, the number of values that a participant does not send of the others (λ
+    says which they are).
 
     Args:
       task: model, local training, population.
@@ -60,6 +64,9 @@ def sfedbayes(
         gives no value, constants left in public code: 0.5).
       threshold: of weights whose λ is below it only λ is sent, and the server takes
         its own last μ and ρ for them (§6.4); 0: all are sent.
+      keep: in place of a threshold, the share in (0, 1] of the weights that are sent
+        whole, those of the largest λ over all layers, of equal ones the first; 1: all.
+        At least one weight.
       zeta: as of `pfedbayes`.
       rho: as of `pfedbayes`, of the slabs.
       init_std: as of `pfedbayes`.
@@ -78,27 +85,40 @@ def sfedbayes(
       eps_scale: as of `pfedbayes`, of the slabs.
 
     Raises:
-      ValueError: an option outside its range, or more draws than fit in memory.
+      ValueError: an option outside its range, both `threshold` and `keep`, or more
+        draws than fit in memory.
     """
     checks.open_unit("inclusion", inclusion)
     checks.positive("temperature", temperature)
     checks.fraction("threshold", threshold)
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep!r} must lie in (0, 1]")
+    if threshold > 0 and keep < 1:
+        raise ValueError(
+            f"threshold={threshold} and keep={keep} exclude each other: both say which "
+            "weights are sent whole; give one of them"
+        )
     family = bernoulli_gaussian(rho, inclusion, temperature)
     network = BayesianNetwork(
         task.model, family, sampling, mc_samples, num_samples, eps_scale
     )
 
-    def transmit(upload, broadcast):
-        sent = jax.tree.map(
+    def sent_whole(upload):
+        if keep < 1:
+            # By the logit: λ itself is 1 in float32 from logits of 17.
+            return _largest(upload.logit, keep)
+        return jax.tree.map(
             lambda inclusion: inclusion >= threshold, spike_and_slab.inclusion(upload)
         )
+
+    def transmit(upload, broadcast):
+        sent = sent_whole(upload)
         slab = jax.tree.map(
             jnp.where, MeanField(sent, sent), upload.slab, broadcast.slab
         )
         arrived = SpikeAndSlab(slab, upload.logit)
         share, weights = _mean(sent), parameter_count(sent)
-        saved = 2 * 4 * weights * (1 - share)
-        return arrived, {"sent": share, "bytes_saved": saved}
+        return arrived, {"sent": share, "withheld": 2 * weights * (1 - share)}
 
     algorithm = pfedbayes_of(
         "sfedbayes",
@@ -113,7 +133,7 @@ def sfedbayes(
         upload=upload,
         average=average,
         beta=beta,
-        transmit=transmit if threshold > 0 else None,
+        transmit=transmit if threshold > 0 or keep < 1 else None,
     )
 
     def client_update(key, round, server, client, data):
@@ -126,6 +146,18 @@ def sfedbayes(
         return output._replace(metrics={**output.metrics, **metrics})
 
     return algorithm._replace(client_update=client_update)
+
+
+def _largest(tree, share: float):
+    """Pytree of bool: whether a weight is of the largest `share` of all, ties by place.
+
+    A NaN counts as the largest.
+    """
+    flat, unravel = ravel_pytree(tree)
+    count = max(1, math.floor(share * flat.size + 1e-9))
+    chosen = jax.lax.top_k(flat, count)[1]
+    largest = jnp.zeros(flat.shape, flat.dtype).at[chosen].set(1)
+    return jax.tree.map(lambda leaf: leaf > 0, unravel(largest))
 
 
 def _mean(tree):

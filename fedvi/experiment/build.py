@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from fedvi import algorithms, data, nn
+from fedvi import algorithms, codecs, data, nn
 from fedvi.algorithm import Algorithm, Task
 from fedvi.cohort import clients_mesh
 from fedvi.data import ClientData, FederatedData
@@ -21,6 +21,7 @@ from fedvi.experiment.selecting import cohort_size, selection_of
 from fedvi.experiment.validation import check_novel
 from fedvi.federation import Federation
 from fedvi.local import LocalTraining
+from fedvi.placement import replicate
 from fedvi.selection import Selection
 
 __all__ = [
@@ -104,6 +105,13 @@ def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, An
     """
     paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
     settings = {key: value for key, value in config.items() if key not in paths}
+    # Checkpoints of before a setting existed lack it: its default is left out.
+    if settings.get("codec") == "identity":
+        del settings["codec"]
+    options = settings.get("options", {})
+    if settings.get("algorithm") == "sfedbayes" and options.get("keep") == 1.0:
+        rest = {key: value for key, value in options.items() if key != "keep"}
+        settings["options"] = rest
     return settings | {"data_sha256": data_sha256}
 
 
@@ -236,15 +244,15 @@ def _sha256(tree: Any) -> str:
     return digest.hexdigest()
 
 
-def mesh(devices: int | None) -> Mesh:
-    """The devices of a run; None: every accelerator, or one CPU.
+def mesh(devices: int | None, model_devices: int = 1) -> Mesh:
+    """The devices of a run; None: every accelerator, or one CPU of each process.
 
     Raises:
-      ValueError: more devices than there are.
+      ValueError: as `clients_mesh`.
     """
     if devices is None and jax.default_backend() == "cpu":
-        devices = 1
-    return clients_mesh(devices)
+        devices = max(jax.process_count(), model_devices)
+    return clients_mesh(devices, model_devices)
 
 
 def selection(experiment: Experiment) -> Selection:
@@ -272,14 +280,14 @@ def federation(experiment: Experiment, chunk_size: int, mesh: Mesh) -> Federatio
         chunk_size=chunk_size,
         mesh=mesh,
         eval_batch_size=experiment.config.eval_batch_size,
+        codec=codecs.named(experiment.config.codec),
     )
 
 
 def on_devices(experiment: Experiment, mesh: Mesh) -> Experiment:
     """The experiment with its data replicated on every device of the mesh."""
-    train, test, ood = jax.device_put(
-        (experiment.data.train, experiment.data.test, experiment.ood),
-        NamedSharding(mesh, PartitionSpec()),
+    train, test, ood = replicate(
+        mesh, (experiment.data.train, experiment.data.test, experiment.ood)
     )
     return experiment._replace(
         data=dataclasses.replace(experiment.data, train=train, test=test), ood=ood

@@ -5,12 +5,13 @@ the file is written beside its target and renamed over it. Metadata sits inside 
 same file, so that state and round number cannot disagree. Nothing is pickled.
 """
 
+import contextlib
 import hashlib
 import json
 import pickle
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedvi.experiment.files import write_atomically
+from fedvi.placement import put
 
-__all__ = ["fingerprint", "restore", "save"]
+__all__ = ["fingerprint", "read_metadata", "restore", "save"]
 
 _METADATA = "metadata"
 # What numpy and zipfile raise on a missing, truncated, damaged or foreign file.
@@ -119,6 +121,17 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(like), restored), metadata
 
 
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """The metadata that `save` wrote, without the arrays.
+
+    Raises:
+      ValueError: the file is missing or damaged.
+    """
+    with _naming_errors(Path(path)):
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            return json.loads(archive[_METADATA].tobytes())["metadata"]
+
+
 def _canonical(value: Any) -> str:
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -178,15 +191,21 @@ def _decode(
     # An uncommitted array must stay free to follow others to their devices.
     committed = getattr(like, "committed", True)
     sharding = getattr(like, "sharding", None) if committed else None
-    return value if sharding is None else jax.device_put(value, sharding)
+    return value if sharding is None else put(value, sharding)
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
-    try:
+    with _naming_errors(path):
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = dict(archive)
         header = json.loads(arrays.pop(_METADATA).tobytes())
         return arrays, header["kinds"], header["metadata"]
+
+
+@contextlib.contextmanager
+def _naming_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
     except _READ_ERRORS as error:
         raise ValueError(
             f"cannot read checkpoint {path} ({type(error).__name__}: {error}): it is "

@@ -174,6 +174,11 @@ class ExperimentConfig:
         "Turns of round_robin: by id; sorted by the clients' most frequent training "
         "class; shuffled once with partition_seed.",
     )
+    codec: str = setting(
+        "identity",
+        "How uploads are written (docs/communication.md): identity; bfloat16, rounded "
+        "to nearest; int8, rounded up or down at random without bias.",
+    )
     epochs: int = setting(1, "τ, local epochs a round.", at_least=1)
     batch_size: int = setting(50, "Examples a step.", at_least=1)
     learning_rate: float = setting(0.1, "Of the clients' optimiser.", above=0)

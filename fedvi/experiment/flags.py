@@ -1,7 +1,7 @@
 """absl flags for an experiment.
 
-One flag per field of `ExperimentConfig` and `RunOptions`, one per option of every
-registered algorithm, and a few of the command line's own.
+One flag per field of `ExperimentConfig`, `RunOptions` and `HostOptions`, one per
+option of every registered algorithm, and a few of the command line's own.
 """
 
 import dataclasses
@@ -17,12 +17,14 @@ from typing import Any, Literal
 from absl import flags
 
 from fedvi.algorithms import ALGORITHMS, options_of
+from fedvi.codecs import CODECS
 from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
 from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.host_options import HostOptions
 from fedvi.experiment.run_options import RunOptions
 from fedvi.nn import MODELS
 
-__all__ = ["define", "parse", "read"]
+__all__ = ["define", "parse", "read", "read_hosts"]
 
 # `--help` lists the flags under the script that calls `define`.
 flags.disclaim_key_flags()
@@ -30,6 +32,7 @@ flags.disclaim_key_flags()
 _ENUMS = {
     "partition": PARTITIONS,
     "model": MODELS,
+    "codec": CODECS,
     "cluster_transform": ("none", *CLUSTER_TRANSFORMS),
 }
 _UNSET = inspect.Parameter.empty
@@ -85,7 +88,7 @@ class _AlgorithmsParser(flags.ArgumentParser):
 
 def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines every flag. A user's own algorithms must be registered before."""
-    for config in (ExperimentConfig, RunOptions):
+    for config in (ExperimentConfig, RunOptions, HostOptions):
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             if field.name not in ("algorithm", "options"):
@@ -189,6 +192,20 @@ def read(
         )
         runs.append((config, run_options))
     return runs
+
+
+def read_hosts(flag_values: flags.FlagValues = flags.FLAGS) -> HostOptions:
+    """How the processes of the runs find each other.
+
+    Raises:
+      flags.Error: flags that do not agree.
+    """
+    options = _fill(HostOptions, flag_values)
+    try:
+        options.validate(flag_values.devices)
+    except ValueError as error:
+        raise flags.IllegalFlagValueError(f"flag {error}") from None
+    return options
 
 
 def _fill(config: type, flag_values: flags.FlagValues, **given):

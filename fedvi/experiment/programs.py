@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.federation import Federation, RoundMetrics, State
 from fedvi.participation import all_finite
+from fedvi.placement import replicate, replicated, state_shardings
 
 __all__ = ["Evaluation", "Programs", "state_shapes"]
 
@@ -35,8 +36,9 @@ class Evaluation(NamedTuple):
 class Programs:
     """A federation's functions for several seeds, each compiled once.
 
-    States have a leading `[seeds]` axis. They and the data lie replicated on every
-    device of the mesh; inside a round the federation spreads the cohort.
+    States have a leading `[seeds]` axis. They lie where `fedvi.placement` says, the
+    data whole on every device of the mesh; inside a round the federation spreads the
+    cohort.
 
     Args:
       federation: built with the same mesh, its data placed there.
@@ -57,15 +59,21 @@ class Programs:
         self._federation = federation
         self._seeds = seeds
         self._seeds_at_once = seeds_at_once
-        self._sharding = _replicated(mesh)
+        self._mesh = mesh
+        self._whole = replicated(mesh)
+        self._place = jax.tree.map(
+            lambda s: s.sharding, state_shapes(federation, mesh, seeds)
+        )
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._train, self._test = federation.train, federation.test
 
     def init(self, first_seed: int) -> State:
         """The states before the first round, of the seeds first_seed, + 1, ..."""
         seeds = np.arange(first_seed, first_seed + self._seeds, dtype=np.uint32)
-        seeds = jax.device_put(seeds, self._sharding)
-        program = self._compile("init", partial(_init, self._federation), seeds)
+        seeds = replicate(self._mesh, seeds)
+        program = self._compile(
+            "init", partial(_init, self._federation), seeds, out_shardings=self._place
+        )
         return self._run(program, seeds)
 
     def rounds(self, states: State, n: int) -> tuple[State, RoundMetrics]:
@@ -95,7 +103,14 @@ class Programs:
     def compile_rounds(self, states: State, n: int) -> jax.stages.Compiled:
         """The program behind `rounds`."""
         fn = self._over_seeds(partial(self._federation.pure_rounds, n=n))
-        return self._compile(("rounds", n), fn, states, self._train, donate=True)
+        return self._compile(
+            ("rounds", n),
+            fn,
+            states,
+            self._train,
+            donate=True,
+            out_shardings=(self._place, self._whole),
+        )
 
     def compile_evaluate(self, states: State) -> jax.stages.Compiled:
         """The program behind `evaluate`."""
@@ -123,14 +138,21 @@ class Programs:
             lambda state: fn(state, *data), states, batch_size=batch_size
         )
 
-    def _compile(self, name: Any, fn: Callable, *arguments, donate: bool = False):
+    def _compile(
+        self,
+        name: Any,
+        fn: Callable,
+        *arguments,
+        donate: bool = False,
+        out_shardings: Any = None,
+    ):
         if name not in self._compiled:
             start = time.perf_counter()
             self._compiled[name] = (
                 jax.jit(
                     fn,
-                    in_shardings=self._sharding,
-                    out_shardings=self._sharding,
+                    in_shardings=jax.tree.map(lambda a: a.sharding, arguments),
+                    out_shardings=out_shardings or self._whole,
                     donate_argnums=0 if donate else (),
                 )
                 .lower(*arguments)
@@ -152,14 +174,11 @@ def state_shapes(federation: Federation, mesh: Mesh, seeds: int) -> State:
         partial(_init, federation), jax.ShapeDtypeStruct((seeds,), jnp.uint32)
     )
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_replicated(mesh)),
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place),
         shapes,
+        state_shardings(mesh, shapes, seeds=True),
     )
 
 
 def _init(federation: Federation, seeds: jax.Array) -> State:
     return jax.lax.map(lambda seed: federation.pure_init(jax.random.key(seed)), seeds)
-
-
-def _replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())

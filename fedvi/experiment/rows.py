@@ -8,6 +8,7 @@ import numpy as np
 
 from fedvi.evaluation import Scores, adjusted_rand_index, summarise
 from fedvi.experiment.build import Experiment
+from fedvi.experiment.communication import bytes_per_round
 from fedvi.federation import RoundMetrics
 from fedvi.selection import Choice
 
@@ -38,6 +39,7 @@ def evaluation_rows(
     and `novel_personal_...`. `adjusted_rand` is there if the true clusters are known
     and the method has clusters: over the training clients that hold data. `clipped`
     is there if clients are chosen by their importance: the mean over the rounds.
+    `bytes_up`, of a round, is there if participants withhold values: what was sent.
 
     Args:
       experiment: what is run.
@@ -53,6 +55,9 @@ def evaluation_rows(
     groups = {"": experiment.trained}
     if len(experiment.novel):
         groups["novel_"] = experiment.novel
+    # From shapes, at the cost of a trace: only where it is not the same in all rows.
+    varies = "withheld" in metrics.metrics
+    sent_up = bytes_per_round(experiment).sent_up if varies else None
     rows = []
     for index, seed in enumerate(seeds):
         row = {
@@ -62,6 +67,8 @@ def evaluation_rows(
             "seconds": seconds,
             **_mean_metrics(seed_of(metrics.metrics, index), counted[index]),
         }
+        if sent_up is not None:
+            row["bytes_up"] = round(sent_up(row))
         if metrics.choice:
             row["clipped"] = float(metrics.choice.clipped[index].mean())
         for group, ids in groups.items():

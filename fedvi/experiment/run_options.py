@@ -20,7 +20,16 @@ class RunOptions:
         "auto (1 on CPU, else as many as memory allows).",
     )
     devices: int | None = setting(
-        None, "Devices to use. Default: every accelerator, or one CPU.", at_least=1
+        None,
+        "Devices to use, of all processes together; a CPU shows as many as are asked "
+        "for. Default: every accelerator, or one CPU of each process.",
+        at_least=1,
+    )
+    model_devices: int = setting(
+        1,
+        "Devices that hold one model together: for models that do not fit on one. "
+        "Must divide the number of devices.",
+        at_least=1,
     )
     checkpoint_every: int = setting(
         1, "Evaluations between checkpoints; the last round always has one.", at_least=1

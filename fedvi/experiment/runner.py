@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from fedvi import __version__ as fedvi_version
 from fedvi.algorithm import Algorithm
+from fedvi.cohort import AXIS
 from fedvi.data import class_histogram
 from fedvi.experiment import (
     build,
     comparison,
     ending,
+    hosts,
     plan,
     recorder,
     schedule,
@@ -42,7 +46,9 @@ def run(
     """Runs one experiment and writes its run folder.
 
     Everything that can be wrong with the input is found before anything is compiled,
-    and before an old run is overwritten.
+    and before an old run is overwritten. Where several processes run it, each on its
+    devices, all must call it, and process 0 alone writes the run folder; the others
+    read the checkpoint there.
 
     Args:
       config: what the result depends on.
@@ -56,30 +62,50 @@ def run(
 
     Raises:
       ValueError: a mistake in the configuration, the data or the run folder, or a
-        checkpoint there that belongs to another configuration.
+        checkpoint there that belongs to another configuration; in one process, then
+        in all.
     """
-    config.validate()
-    options.validate()
-    tensorboard.check(options)
-    config = build.resolve(config, builder)
-    resuming = not options.overwrite and prepare(options.run_dir, resume=options.resume)
-    mesh = build.mesh(options.devices)
-    experiment = build.experiment(config, builder, loaded)
-    if resuming and (finished := _finished(experiment, options)):
-        print(f"{options.run_dir} holds this run, finished: nothing to do")
+    with hosts.quiet():
+        return _run(config, options, builder, loaded)
+
+
+def _run(
+    config: ExperimentConfig,
+    options: RunOptions,
+    builder: Callable[..., Algorithm] | None,
+    loaded: LoadedData | None,
+) -> dict[str, Any]:
+    config = hosts.everywhere(lambda: _checked(config, options, builder))
+    hosts.agree(_common(config, options))
+    mesh = hosts.everywhere(lambda: build.mesh(options.devices, options.model_devices))
+    run_dir = options.run_dir
+    resuming = hosts.on_first(
+        lambda: not options.overwrite and prepare(run_dir, resume=options.resume)
+    )
+    experiment = hosts.everywhere(lambda: build.experiment(config, builder, loaded))
+    hosts.agree({"data_sha256": experiment.data_sha256})
+    if resuming and (
+        finished := hosts.on_first(lambda: _finished(experiment, options))
+    ):
+        print(f"{run_dir} holds this run, finished: nothing to do")
         return finished
-    make_folder(options.run_dir)
+    hosts.on_first(lambda: make_folder(run_dir))
     if loaded is None:
         print(class_histogram(experiment.data))
     experiment = build.on_devices(experiment, mesh)
     shapes = state_shapes(build.federation(experiment, 1, mesh), mesh, config.seeds)
-    restored = restore(experiment, options, shapes) if resuming else None
+    restored = None
+    if resuming:
+        restored = hosts.everywhere(lambda: restore(experiment, options, shapes))
+        hosts.agree(
+            {f"the round of {run_dir}'s checkpoint": restored and restored.round}
+        )
     if options.resume and restored is None:
-        print(f"{options.run_dir} holds no checkpoint: starting with the first round")
+        print(f"{run_dir} holds no checkpoint: starting with the first round")
     chosen, programs = _plan(experiment, options, mesh, shapes)
     print(chosen.reason)
     if options.overwrite:
-        prepare(options.run_dir, overwrite=True)
+        hosts.on_first(lambda: prepare(run_dir, overwrite=True))
     session = Session(experiment, options, programs, restored)
     session.compile()
     session.train()
@@ -108,23 +134,27 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     Raises:
       ValueError: as `run`.
     """
-    for config, options in runs:
-        config.validate()
-        options.validate()
-        build.check_algorithm(config)
-        if not options.overwrite:
-            prepare(options.run_dir, resume=options.resume)
+    with hosts.quiet():
+        return _run_all(runs)
+
+
+def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     all_options = [options for _, options in runs]
     folder = comparison.folder_of(all_options)
-    if folder is not None:
-        comparison.prepare(folder, all_options)
+    hosts.agree({"algorithms": [config.method for config, _ in runs]})
+    hosts.everywhere(lambda: [_checked(*one) for one in runs])
+    for one in runs:
+        hosts.agree(_common(*one))
+    hosts.on_first(lambda: _check_folders(folder, all_options))
     loaded_for = _shared_data()
-    methods = [
-        build.experiment(config, loaded=loaded_for(config)).config.method
-        for config, _ in runs
-    ]
+    methods = hosts.everywhere(
+        lambda: [
+            build.experiment(config, loaded=loaded_for(config)).config.method
+            for config, _ in runs
+        ]
+    )
     if folder is not None and any(options.overwrite for options in all_options):
-        comparison.clear(folder)
+        hosts.on_first(lambda: comparison.clear(folder))
     summaries = []
     for method, (config, options) in zip(methods, runs):
         loaded = loaded_for(config)
@@ -134,11 +164,41 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     text = f"{table_title(summaries[0])}:\n{results}"
     print(f"\n{text}")
     if folder is not None:
-        comparison.write(folder, all_options, summaries, text)
+        hosts.on_first(lambda: comparison.write(folder, all_options, summaries, text))
     print("run folders:" if len(runs) > 1 else "run folder:")
     for _, options in runs:
         print(f"  {options.run_dir}")
     return summaries
+
+
+def _checked(
+    config: ExperimentConfig,
+    options: RunOptions,
+    builder: Callable[..., Algorithm] | None = None,
+) -> ExperimentConfig:
+    """The configuration with all its options; finds what can be wrong with it."""
+    config.validate()
+    options.validate()
+    tensorboard.check(options)
+    return build.resolve(config, builder)
+
+
+def _check_folders(folder: Path | None, all_options: Sequence[RunOptions]) -> None:
+    for options in all_options:
+        if not options.overwrite:
+            prepare(options.run_dir, resume=options.resume)
+    if folder is not None:
+        comparison.prepare(folder, all_options)
+
+
+def _common(config: ExperimentConfig, options: RunOptions) -> dict[str, Any]:
+    """What all processes of a run must agree on, or their programs differ."""
+    return {
+        **build.identity(config.to_dict(), None),
+        **dataclasses.asdict(options),
+        "the version of fedvi": fedvi_version,
+        "the version of jax": jax.__version__,
+    }
 
 
 def _shared_data() -> Callable[[ExperimentConfig], LoadedData]:
@@ -188,16 +248,20 @@ def _plan(
         candidates[chunk_size, seeds_at_once] = programs
         return programs.compile_rounds(shapes, next(schedule.blocks(config)))
 
-    device = mesh.devices.flat[0]
-    free = plan.free_memory(device)
+    device = mesh.local_devices[0]
+    frees = hosts.exchange(plan.free_memory(device))  # one plan for all
+    free = None if None in frees else min(frees)
     if free is not None:
-        free -= sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+        free -= sum(
+            math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
+            for s in jax.tree.leaves(shapes)
+        )
     together = experiment.participants
     if build.selection(experiment).measure is not None:
         together = len(experiment.trained)  # all of them report
     chosen, _ = plan.choose(
         compile_block,
-        cohort=-(-together // mesh.size),
+        cohort=-(-together // mesh.shape[AXIS]),
         seeds=config.seeds,
         requested=options.chunk_size,
         platform=device.platform,

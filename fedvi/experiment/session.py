@@ -1,5 +1,6 @@
 """A run in progress: blocks of rounds, evaluations, checkpoints, and its folder."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +9,14 @@ import jax
 import numpy as np
 
 from fedvi.evaluation import Scores
-from fedvi.experiment import checkpoint, drawing, recorder, schedule, tensorboard
+from fedvi.experiment import (
+    checkpoint,
+    drawing,
+    hosts,
+    recorder,
+    schedule,
+    tensorboard,
+)
 from fedvi.experiment.build import Experiment, identity
 from fedvi.experiment.ending import Ending
 from fedvi.experiment.problems import Problems
@@ -19,6 +27,7 @@ from fedvi.experiment.rows import choice_rows, evaluation_rows
 from fedvi.experiment.run_options import RunOptions
 from fedvi.experiment.summary import summary
 from fedvi.federation import State
+from fedvi.placement import on_host
 
 __all__ = ["Restored", "Session", "restore"]
 
@@ -82,15 +91,23 @@ class Session:
         self.scores: dict[str, Scores] = {}
         self.finite = np.ones(len(self.seeds), bool)
         self.clusters: np.ndarray | None = None
-        self.recorder = Recorder(options.run_dir)
+        done = -1 if restored is None else restored.round
+        self.recorder = hosts.everywhere(lambda: self._open(done))
         if restored is None:
-            self.recorder.drop_after(-1)
             restored = Restored(programs.init(self.config.seed), 0, Problems())
         else:
-            self.recorder.drop_after(restored.round)
             print(f"resumed after round {restored.round} of {self.config.rounds}")
         self.states, self.round, self.problems = restored
-        self.recorder.write_config(self.config.to_dict())
+
+    def _open(self, done: int) -> Recorder | None:
+        """The run folder's files, of the one process that writes them."""
+        if not hosts.is_first():
+            self.options = dataclasses.replace(self.options, tensorboard=False)
+            return None
+        files = Recorder(self.options.run_dir)
+        files.drop_after(done)
+        files.write_config(self.config.to_dict())
+        return files
 
     def compile(self) -> None:
         """Compiles what is left of the run, so that nothing waits in the middle."""
@@ -112,10 +129,11 @@ class Session:
                 rows, choices, lines = self._block(n)
                 for line in lines:
                     progress.print(line)
-                self.recorder.append_choices(choices)
-                for row in rows:
-                    self.recorder.append(row)
-                    write_scalars(row)
+                if self.recorder is not None:
+                    self.recorder.append_choices(choices)
+                    for row in rows:
+                        self.recorder.append(row)
+                        write_scalars(row)
                 evaluations += 1
                 if evaluations % self.options.checkpoint_every == 0:
                     self._save()
@@ -169,8 +187,10 @@ class Session:
             "round": self.round,
             "problems": self.problems.to_dict(),
         }
-        path = Path(self.options.run_dir) / recorder.CHECKPOINT
-        checkpoint.save(path, self.states, metadata)
+        states = jax.tree.map(on_host, self.states)  # by all: parts lie with each
+        if self.recorder is not None:
+            path = Path(self.options.run_dir) / recorder.CHECKPOINT
+            checkpoint.save(path, states, metadata)
 
     def _status(self, rows: Sequence[dict]) -> str:
         """One line on the last evaluation, means over the seeds."""
@@ -195,7 +215,12 @@ class Session:
     def finish(
         self, ending: Ending, plan_line: str, devices: Sequence[jax.Device]
     ) -> dict[str, Any]:
-        """Plots and `summary.json`."""
+        """Plots and `summary.json`; all processes get what it holds."""
+        return hosts.on_first(lambda: self._finish(ending, plan_line, devices))
+
+    def _finish(
+        self, ending: Ending, plan_line: str, devices: Sequence[jax.Device]
+    ) -> dict[str, Any]:
         rows = self.recorder.rows()
         result = summary(
             self.experiment,

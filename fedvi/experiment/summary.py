@@ -1,4 +1,4 @@
-"""What `summary.json` holds, bytes sent, and the rows of the closing table."""
+"""What `summary.json` holds, and the rows of the closing table."""
 
 import importlib.metadata
 import platform
@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from fedvi import __version__
-from fedvi.experiment import build
 from fedvi.experiment.build import Experiment
+from fedvi.experiment.communication import bytes_per_round, mean_bytes_up
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.headline import best_names, over_seeds, seed_figures
 from fedvi.experiment.schedule import in_window
 
-__all__ = ["bytes_per_round", "summary", "table_rows", "table_title"]
+__all__ = ["summary", "table_rows", "table_title"]
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "distrax", "numpy")
 # Figures that have a spread over seeds beside their mean.
@@ -27,44 +27,6 @@ _WITH_SPREAD = (
     "window",
     "adjusted_rand",
 )
-
-
-def bytes_per_round(experiment: Experiment) -> tuple[int, int]:
-    """(bytes up, bytes down) of a round, from the shapes of what is sent.
-
-    Up: every participant's statistics and weight. Down: what `broadcast` lets
-    through, to every participant. Where clients are chosen by their importance, every
-    candidate gets that before, and the participants no second time; and every
-    candidate's report goes up.
-    """
-    algorithm = experiment.algorithm
-    rule = build.selection(experiment)
-    one_client = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-        experiment.data.train,
-    )
-
-    def messages(seed, round, data):
-        key = jax.random.key(seed)
-        server = algorithm.init(key)
-        down = algorithm.broadcast(server)
-        client = algorithm.init_client(key, server)
-        output = algorithm.client_update(key, round, down, client, data)
-        report = ()
-        if rule.measure is not None:
-            measure = algorithm.importance[rule.measure]
-            report = measure.report(key, down, client, data)
-        return (output.statistics, output.weight), report, down
-
-    scalar = jax.ShapeDtypeStruct((), np.int32)
-    sent = jax.eval_shape(messages, scalar, scalar, one_client)
-    up, report, down = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        for tree in sent
-    )
-    candidates = len(experiment.trained)
-    receivers = experiment.participants if rule.measure is None else candidates
-    return up * experiment.participants + report * candidates, down * receivers
 
 
 def summary(
@@ -117,7 +79,7 @@ def summary(
             one["mean_of_last_rounds"] |= {"rounds": config.final_rounds}
         if one["window"] is not None:
             one["window"] |= {"rounds": config.window, "evaluations": evaluations}
-    bytes_up, bytes_down = bytes_per_round(experiment)
+    per_round = bytes_per_round(experiment)
     return {
         "algorithm": config.algorithm,
         "method": config.method,
@@ -130,8 +92,9 @@ def summary(
         "round_seconds": float(np.median([row["seconds"] for row in rows])),
         "compile_seconds": compile_seconds,
         "compilation_cache": jax.config.jax_compilation_cache_dir is not None,
-        "bytes_up": bytes_up,
-        "bytes_down": bytes_down,
+        "codec": config.codec,
+        "bytes_up": mean_bytes_up(per_round, rows),
+        "bytes_down": per_round.down,
         "seeds": [one["seed"] for one in per_seed],
         "per_seed": per_seed,
         "problems": dict(problems),

@@ -2,6 +2,8 @@
 
 import math
 
+from fedvi import codecs
+
 __all__ = ["check_agreement", "check_novel", "participants"]
 
 
@@ -17,6 +19,7 @@ def check_agreement(config) -> None:
         )
     if config.clients:
         check_novel(config.clients, config.novel_clients)
+    codecs.named(config.codec)
     if config.second_data_file is not None and config.second_dataset is None:
         raise ValueError(
             f"second_data_file={config.second_data_file!r} needs a name for its "

@@ -208,8 +208,17 @@ def test_an_upload_counts_for_its_cluster_only(three, train):
         leaves = jax.tree.leaves(component(output.statistics["uploads"], j))
         assert any((leaf != 0).any() for leaf in leaves) == (j == k)
     assert [float(output.metrics[f"share_{j}"]) for j in range(3)] == members.tolist()
-    # Two posteriors of μ and ρ, 4 bytes each, of 21 weights.
-    assert output.metrics["bytes_saved"] == 2 * 2 * 4 * 21
+    # It sends its cluster's number and one posterior, of which the server makes that.
+    sent = algorithm.wire.pack(server, output.statistics)
+    assert int(sent["cluster"]) == k
+    assert sum(leaf.size for leaf in jax.tree.leaves(sent["upload"])) == 2 * 21
+    unpacked = algorithm.wire.unpack(server, sent)
+    np.testing.assert_array_equal(unpacked["members"], members)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        unpacked["uploads"],
+        output.statistics["uploads"],
+    )
 
 
 @pytest.mark.parametrize(

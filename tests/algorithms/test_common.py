@@ -1,3 +1,6 @@
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from fedvi.algorithms.common import (
     finetune,
     log_probabilities,
     quadratic_penalty,
+    quadratic_pull,
     require_body,
 )
 from fedvi.local import Batch
@@ -24,6 +28,26 @@ def test_quadratic_penalty_against_numpy():
     plain = sum(0.35 * ((theta[k] - centre[k]) ** 2).sum() for k in theta)
     np.testing.assert_allclose(quadratic_penalty(*args[:2], 0.7), plain, rtol=1e-5)
     assert quadratic_penalty({}, {}, 1.0) == 0
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tree", "one number"])
+def test_the_pull_is_the_penaltys_gradient(shared):
+    rng = np.random.default_rng(0)
+    theta, centre, weight = (
+        {"a": jnp.float32(rng.normal(size=(5, 2, 3))), "b": [jnp.zeros((5, 0))]}
+        for _ in range(3)
+    )
+
+    def gradient(penalty, theta, centre, weight):
+        weight = 0.7 if shared else weight
+        return jax.grad(lambda t: 3 * penalty(t, centre, weight))(theta)
+
+    pull, wanted = (
+        jax.vmap(partial(gradient, penalty))(theta, centre, weight)
+        for penalty in (quadratic_pull, quadratic_penalty)
+    )
+    chex.assert_trees_all_close(pull, wanted, rtol=1e-6)
+    assert quadratic_pull(theta, centre, 0.7) == 0
 
 
 def test_loss_and_probabilities_agree(task, train):

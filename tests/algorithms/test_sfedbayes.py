@@ -7,6 +7,7 @@ import pytest
 
 from fedvi.algorithms import pfedbayes, sfedbayes
 from fedvi.algorithms.pfedbayes import Server
+from fedvi.algorithms.sfedbayes import _largest
 from fedvi.local import LocalTraining
 from fedvi.nn import build
 
@@ -121,10 +122,40 @@ def test_weights_below_the_threshold_are_the_servers(server, output):
     # λ always arrives: it says which weights are left out, and may come back.
     np.testing.assert_array_equal(flat(found.logit), flat(upload.logit))
     np.testing.assert_allclose(output.metrics["sent"], share, rtol=1e-6)
-    # μ and ρ, 4 bytes each, of every weight held back.
-    np.testing.assert_allclose(
-        output.metrics["bytes_saved"], 8 * (~sent).sum(), rtol=1e-5
-    )
+    # μ and ρ of every weight held back.
+    np.testing.assert_allclose(output.metrics["withheld"], 2 * (~sent).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("keep", "count"), [(0.5, 10), (0.01, 1)])
+def test_the_weights_of_the_largest_inclusions_are_sent(
+    linear, server, data, keep, count
+):
+    algorithm = sfedbayes(linear, zeta=0.5, keep=keep, upload="personal")
+    output = update(algorithm, server, data)
+    upload, old = output.client.personal.posterior, server.posterior
+    logit = flat(upload.logit)
+    sent = np.zeros(logit.size, bool)
+    sent[np.argsort(-logit, kind="stable")[:count]] = True
+    found = output.statistics
+    for part in ("mu", "rho"):
+        own, servers = (flat(getattr(q.slab, part)) for q in (upload, old))
+        expected = np.where(sent, own, servers)
+        np.testing.assert_array_equal(flat(getattr(found.slab, part)), expected)
+        assert (own != servers)[~sent].any()
+    np.testing.assert_array_equal(flat(found.logit), logit)
+    np.testing.assert_allclose(output.metrics["sent"], count / 21, rtol=1e-6)
+    np.testing.assert_allclose(output.metrics["withheld"], 2 * (21 - count), rtol=1e-5)
+
+
+def test_of_equal_inclusions_the_first_are_sent():
+    """Exactly ⌊0.5 · 6⌋, and more of a tie never."""
+    logit = {"a": jnp.array([3.0, 1.0, 1.0]), "b": jnp.array([[1.0, 1.0, 0.0]])}
+    chosen = jax.jit(lambda tree: _largest(tree, 0.5))(logit)
+    np.testing.assert_array_equal(chosen["a"], [True, True, True])
+    np.testing.assert_array_equal(chosen["b"], [[False, False, False]])
+    equal = jax.tree.map(jnp.zeros_like, logit)
+    chosen = jax.jit(lambda tree: _largest(tree, 0.67))(equal)
+    np.testing.assert_array_equal(flat(chosen), [True] * 4 + [False] * 2)
 
 
 def test_the_moments_of_what_was_not_sent_are_the_servers(linear, server, data):
@@ -160,6 +191,9 @@ def test_a_prediction_draws_gates(linear, server, data):
         ("temperature", 0.0),
         ("threshold", -0.1),
         ("threshold", 1.0),
+        ("keep", 0.0),
+        ("keep", 1.5),
+        ("keep", float("nan")),
         ("rho", float("nan")),
         ("zeta", -1.0),
         ("num_samples", 10**12),
@@ -168,3 +202,8 @@ def test_a_prediction_draws_gates(linear, server, data):
 def test_options_are_checked_by_name_at_construction(task, option, value):
     with pytest.raises(ValueError, match=f"{option}={value}"):
         sfedbayes(task, **{option: value})
+
+
+def test_threshold_and_keep_exclude_each_other(task):
+    with pytest.raises(ValueError, match=r"threshold=0\.5 and keep=0\.5 exclude"):
+        sfedbayes(task, threshold=0.5, keep=0.5)

@@ -36,6 +36,7 @@ def test_the_fingerprint_follows_every_field():
     ("changes", "message"),
     [
         ({"fraction": 0.0}, "fraction=0.0 must be above 0 and at most 1"),
+        ({"codec": "int4"}, "codec='int4' must be one of"),
         ({"fraction": 1.5}, "fraction=1.5 must be"),
         ({"fraction": float("nan")}, "fraction=nan must be"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),

@@ -183,6 +183,19 @@ def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, cap
         assert left | {"seconds": ""} == right | {"seconds": ""}
 
 
+@pytest.mark.parametrize("model_devices", [1, 2])
+def test_eight_devices_give_the_result_of_one(run_dir, tmp_path, model_devices):
+    devices = options(tmp_path, devices=8, model_devices=model_devices)
+    summary = runner.run(CONFIG, devices)
+    assert summary["device"].startswith("8 x cpu")
+    straight, spread = arrays_of(run_dir), arrays_of(tmp_path)
+    assert straight.keys() == spread.keys()
+    for name in straight.keys() - {"metadata"}:
+        np.testing.assert_allclose(
+            straight[name], spread[name], rtol=1e-6, atol=1e-6, err_msg=name
+        )
+
+
 def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
     def config_of(name, change_one=0):
         dataset = data.load("digits")

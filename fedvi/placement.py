@@ -1,0 +1,97 @@
+"""Where a run's arrays lie on a mesh: data whole on every device, states by leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from fedvi.cohort import MODEL_AXIS
+
+__all__ = ["on_host", "put", "replicate", "replicated", "state_shardings"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that lies whole on every device of the mesh."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def state_shardings(mesh: Mesh, state: Any, seeds: bool = False) -> Any:
+    """The sharding of every leaf of a `fedvi.federation.State`.
+
+    On a mesh with a "model" axis a leaf of the server's or the clients' state is
+    split along its longest axis that the model's devices divide (the last of several);
+    one that has none lies whole on every device, as all do on other meshes. The seeds'
+    and the clients' axes are never split: a round looks clients up by id.
+
+    Args:
+      mesh: from `fedvi.cohort.clients_mesh`.
+      state: the state or its shapes.
+      seeds: its leaves have a leading `[seeds]` axis.
+
+    Returns:
+      A State of `NamedSharding`.
+    """
+    whole = replicated(mesh)
+    lead = int(seeds)
+    return state._replace(
+        server=jax.tree.map(lambda s: _split(mesh, s, lead), state.server),
+        clients=jax.tree.map(lambda s: _split(mesh, s, lead + 1), state.clients),
+        round=whole,
+        key=whole,
+    )
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """Puts a pytree whole on every device of the mesh; see `put`."""
+    return jax.tree.map(lambda leaf: put(leaf, replicated(mesh)), tree)
+
+
+def put(leaf: Any, sharding: Sharding) -> jax.Array:
+    """`jax.device_put` that never makes processes talk to each other.
+
+    Over several processes each must hold the same values: that is not checked.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if not getattr(leaf, "is_fully_addressable", True):
+        return jax.device_put(leaf, sharding)  # lies on the devices of all already
+    if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: jnp.array(host[index])
+    )
+
+
+def on_host(leaf: jax.Array) -> jax.Array | np.ndarray:
+    """What a process can read of an array that spans processes: all of it.
+
+    Every process must call it for every leaf, as parts may lie with the others.
+    """
+    if leaf.is_fully_addressable:
+        return leaf
+    if leaf.is_fully_replicated:
+        return leaf.addressable_data(0)
+    return multihost_utils.process_allgather(leaf, tiled=True)
+
+
+def _split(mesh: Mesh, leaf: Any, lead: int) -> NamedSharding:
+    whole = replicated(mesh)
+    if MODEL_AXIS not in mesh.shape or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return whole
+    parts = mesh.shape[MODEL_AXIS]
+    axes = [a for a in range(lead, leaf.ndim) if leaf.shape[a] % parts == 0]
+    axes = [a for a in axes if leaf.shape[a] > 0]
+    if not axes:
+        return whole
+    longest = max(axes, key=lambda a: (leaf.shape[a], a))
+    return NamedSharding(
+        mesh,
+        PartitionSpec(
+            *(MODEL_AXIS if a == longest else None for a in range(longest + 1))
+        ),
+    )

@@ -1,0 +1,94 @@
+"""States spread over devices: where leaves lie, and that results do not change."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from fedvi import algorithms
+from fedvi.cohort import clients_mesh
+from fedvi.federation import Federation, State
+from fedvi.nn import build
+from fedvi.placement import on_host, put, replicate, replicated, state_shardings
+
+
+def shapes(**leaves):
+    return {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in leaves.items()}
+
+
+def specs(mesh, **options):
+    state = State(
+        shapes(wide=(3, 4, 8), odd=(3, 5), both=(4, 4), scalar=(), none=(2, 0)),
+        shapes(ids_only=(6,), own=(6, 4)),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.eval_shape(jax.random.key, 0),
+    )
+    placed = state_shardings(mesh, state, **options)
+    return jax.tree.map(lambda sharding: tuple(sharding.spec), placed)
+
+
+def test_the_longest_axis_that_divides_is_split_and_never_a_clients_axis():
+    found = specs(clients_mesh(8, model_devices=2))
+    assert found.server == {
+        "wide": (None, None, "model"),
+        "odd": (),
+        "both": (None, "model"),
+        "scalar": (),
+        "none": ("model",),
+    }
+    assert found.clients == {"ids_only": (), "own": (None, "model")}
+    assert (found.round, found.key) == ((), ())
+
+
+def test_the_seeds_axis_is_never_split_and_a_mesh_of_clients_splits_nothing():
+    seeds = specs(clients_mesh(4, model_devices=4), seeds=True)
+    assert seeds.server["both"] == (None, "model")
+    assert seeds.clients == {"ids_only": (), "own": ()}
+    plain = specs(clients_mesh(8))
+    assert set(plain.server.values()) == set(plain.clients.values()) == {()}
+
+
+@pytest.mark.parametrize(("devices", "model_devices"), [(8, 3), (4, 8), (8, 0), (6, 4)])
+def test_model_devices_must_divide_the_devices(devices, model_devices):
+    with pytest.raises(ValueError, match=f"model_devices={model_devices} must divide"):
+        clients_mesh(devices, model_devices)
+
+
+def test_on_one_process_placing_is_device_put():
+    mesh = clients_mesh(2)
+    tree = {"x": np.arange(3.0, dtype=np.float32), "key": jax.random.key(1)}
+    placed = replicate(mesh, tree)
+    for leaf in jax.tree.leaves(placed):
+        assert leaf.sharding == replicated(mesh)
+    split = put(
+        np.arange(4.0, dtype=np.float32),
+        jax.NamedSharding(mesh, PartitionSpec("clients")),
+    )
+    np.testing.assert_array_equal(on_host(split), np.arange(4.0))
+
+
+@pytest.mark.parametrize("name", ["fedhb_niw", "local_only"])
+def test_models_spread_over_devices_give_the_result_of_one(task, train, test, name):
+    """FedHB's server is a Normal-Inverse-Wishart; the other keeps clients' states."""
+    model = build("mlp", classes=3, input_shape=(6,), hidden=(6,))
+    algorithm = algorithms.build(name, task._replace(model=model))
+    results = {}
+    for mesh in (clients_mesh(1), clients_mesh(8, model_devices=2)):
+        federation = Federation(algorithm, train, test, mesh=mesh)
+        state, metrics = federation.rounds(federation.init(jax.random.key(0)), 2)
+        state, _ = federation.rounds(state, 2)
+        assert federation._jit_rounds._cache_size() == 1  # it came back where it was
+        scores = federation.evaluate(state)
+        state = state._replace(key=jax.random.key_data(state.key))
+        results[mesh.size] = jax.device_get((state, metrics.metrics, scores))
+        placed = jax.tree.leaves(state.server)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        results[1],
+        results[8],
+    )
+    total = sum(leaf.nbytes for leaf in placed)
+    for device in range(8):
+        held = sum(leaf.addressable_shards[device].data.nbytes for leaf in placed)
+        assert held < 0.6 * total
