@@ -7,6 +7,8 @@ from fedvi.algorithm import (
     Importance,
     StackedAggregate,
     Task,
+    Wire,
+    difference_to,
 )
 from fedvi.data import ClientData
 from fedvi.federation import Federation, RoundMetrics, State
@@ -28,4 +30,6 @@ __all__ = [
     "State",
     "StreamedFederation",
     "Task",
+    "Wire",
+    "difference_to",
 ]

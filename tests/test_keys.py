@@ -24,3 +24,21 @@ def test_a_traced_client_id_gives_the_same_key():
     )(ids)
     plain = [jax.random.key_data(derive(root, Purpose.SELECT, 2, int(i))) for i in ids]
     np.testing.assert_array_equal(traced, np.array(plain))
+
+
+def test_numbers_of_purposes_never_change():
+    """Later ones are appended: a resumed run must draw what it would have drawn."""
+    assert [purpose.name for purpose in Purpose][:11] == [
+        "INIT",
+        "INIT_CLIENT",
+        "SELECT",
+        "CLIENT_UPDATE",
+        "SERVER_UPDATE",
+        "PERSONALISE",
+        "PREDICT_GLOBAL",
+        "PREDICT_PERSONAL",
+        "REPORT",
+        "ASSIGN",
+        "ENCODE",
+    ]
+    assert [int(purpose) for purpose in Purpose] == list(range(len(Purpose)))
