@@ -36,6 +36,7 @@ class FedviRounds:
         chunk_size,
         seed,
         devices,
+        dtype,
         options,
         native_conv=False,
         params_file=None,
@@ -61,6 +62,7 @@ class FedviRounds:
             classes=classes,
             input_shape=train.x.shape[2:],
             preprocess=standardise(mean, std),
+            dtype=dtype,
             **({"hidden": (hidden,)} if model == "mlp" else {}),
         )
         training = fedvi.LocalTraining(
@@ -75,7 +77,7 @@ class FedviRounds:
             chunk_size=chunk_size or None,
             mesh=clients_mesh(devices),
         )
-        self._algorithm = algorithm
+        self._algorithm, self._dtype = algorithm, dtype
         self._task, self._participants = task, participants
         self._state = self._federation.init(jax.random.key(seed))
         if params_file:
@@ -143,12 +145,13 @@ class FedviRounds:
             batch_size=training.batch_size,
             epochs=training.epochs,
             moments=1 if training.momentum else 0,
+            activation_bytes=jnp.dtype(self._dtype).itemsize,
             input_bytes=train.x.dtype.itemsize,
         )
         steps = np.ceil(sizes / training.batch_size).mean() * training.epochs
-        peaks = measure_peaks()
+        peaks = measure_peaks((self._dtype,))
         return {
-            **floors_of(work, peaks),
+            **floors_of(work, peaks, self._dtype),
             "xla_flops": participants * steps * step_flops(model, training, train.x),
             "peaks": peaks,
             "description": describe_peaks(peaks),

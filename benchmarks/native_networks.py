@@ -52,7 +52,14 @@ def build(
     classes: int,
     input_shape: tuple[int, ...],
     preprocess: Callable[[jax.Array], jax.Array],
+    dtype: str = "float32",
 ) -> Model:
     """Builds a network of `NATIVE`; arguments as for `fedvi.nn.build`."""
-    module = NATIVE[name](classes=classes)
-    return from_flax(module, input_shape, head=HEAD, preprocess=preprocess, name=name)
+    return from_flax(
+        NATIVE[name](classes=classes),
+        input_shape,
+        head=HEAD,
+        preprocess=preprocess,
+        name=name,
+        dtype=dtype,
+    )

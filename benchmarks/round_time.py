@@ -41,6 +41,19 @@ flags.DEFINE_integer(
 flags.DEFINE_boolean(
     "peak", True, "Measure the matrix rate and the bandwidth, and print the floors."
 )
+flags.DEFINE_list(
+    "plans",
+    [],
+    "Further ways to run fedvi in turn, DEVICESxCHUNK such as 1x1,2x5,1x0.",
+)
+flags.register_validator(
+    "plans",
+    lambda items: all(
+        i.count("x") == 1 and all(part.isdecimal() for part in i.split("x"))
+        for i in items
+    ),
+    "must look like 1x1,2x5",
+)
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS
 
@@ -54,6 +67,12 @@ def start_workers(data_file: Path, classes: int) -> tuple[dict, dict]:
     workers = {"fedvi": fedvi}
     own = work | workload.fedvi_only() | {"options": options}
     versions = {"fedvi": fedvi("load", **own)}
+    for plan in FLAGS.plans:
+        devices, chunk = map(int, plan.split("x"))
+        name = f"fedvi, {devices} device(s), chunk size {chunk or 'all'}"
+        workers[name] = Worker(None, "fedvi_rounds.py", systems.with_devices(devices))
+        plan = {"devices": devices, "chunk_size": chunk}
+        versions[name] = workers[name]("load", **own | plan)
     if not (FLAGS.native_conv or systems.asked()):
         return workers, versions
     params_file = str(data_file.with_name("params.npz"))

@@ -63,6 +63,9 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "devices", 1, "CPU devices that share fedvi's clients; 1: none.", lower_bound=1
 )
+flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Of fedvi's activations."
+)
 flags.DEFINE_float("zeta", 10.0, "Of pfedbayes: weight of the KL term.", lower_bound=0)
 flags.DEFINE_float("rho", -2.5, "Of pfedbayes: initial unconstrained scale.")
 flags.DEFINE_integer(
@@ -96,7 +99,7 @@ SHARED = (
     "optimizer",
     "seed",
 )
-FEDVI_ONLY = ("algorithm", "participants", "chunk_size", "devices")
+FEDVI_ONLY = ("algorithm", "participants", "chunk_size", "devices", "dtype")
 OPTIONS = {
     "pfedbayes": (
         "zeta",

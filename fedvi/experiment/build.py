@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ __all__ = [
     "on_devices",
     "resolve",
     "selection",
+    "together",
+    "usable_cores",
     "with_finetuning",
 ]
 
@@ -106,8 +109,9 @@ def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, An
     paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
     settings = {key: value for key, value in config.items() if key not in paths}
     # Checkpoints of before a setting existed lack it: its default is left out.
-    if settings.get("codec") == "identity":
-        del settings["codec"]
+    for setting, default in (("codec", "identity"), ("dtype", "float32")):
+        if settings.get(setting) == default:
+            del settings[setting]
     options = settings.get("options", {})
     if settings.get("algorithm") == "sfedbayes" and options.get("keep") == 1.0:
         rest = {key: value for key, value in options.items() if key != "keep"}
@@ -156,6 +160,7 @@ def experiment(
         classes=federated.classes,
         input_shape=federated.train.x.shape[2:],
         preprocess=data.standardise(mean, std),
+        dtype=config.dtype,
         **({"hidden": config.hidden} if config.model == "mlp" else {}),
     )
     augment = data.crop_and_flip() if config.augment else None
@@ -244,15 +249,38 @@ def _sha256(tree: Any) -> str:
     return digest.hexdigest()
 
 
-def mesh(devices: int | None, model_devices: int = 1) -> Mesh:
-    """The devices of a run; None: every accelerator, or one CPU of each process.
+def mesh(devices: int | None, model_devices: int = 1, together: int = 1) -> Mesh:
+    """The devices of a run.
+
+    Args:
+      devices: how many; None: every accelerator. Of a CPU: of one process as many as
+        there are cores for the clients that train together, since a client alone
+        keeps little more than one core busy; of several processes one each.
+      model_devices: as of `clients_mesh`.
+      together: clients that train together.
 
     Raises:
       ValueError: as `clients_mesh`.
     """
     if devices is None and jax.default_backend() == "cpu":
         devices = max(jax.process_count(), model_devices)
+        if devices == 1:
+            devices = min(together, usable_cores(), len(jax.devices()))
     return clients_mesh(devices, model_devices)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def together(experiment: Experiment) -> int:
+    """Clients that a round trains, or asks for a report, at the same time."""
+    if selection(experiment).measure is not None:
+        return len(experiment.trained)
+    return experiment.participants
 
 
 def selection(experiment: Experiment) -> Selection:

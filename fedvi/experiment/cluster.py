@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed
 
-from fedvi.experiment import checkpoint, recorder
+from fedvi.experiment import build, checkpoint, recorder
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.host_options import HostOptions
 from fedvi.experiment.run_options import RunOptions
@@ -62,8 +62,7 @@ class Cluster:
         """
         options = self._options
         if not options.several:
-            if devices is not None:
-                show_cpus(devices)
+            show_cpus(build.usable_cores() if devices is None else devices)
             return
         if options.process_id == 0 and options.coordinator_address is not None:
             _check_port(options.coordinator_address)

@@ -138,6 +138,11 @@ class ExperimentConfig:
     hidden: tuple[int, ...] = setting(
         (256,), "Widths of the hidden layers of mlp (FedHB appendix H: 256)."
     )
+    dtype: str = setting(
+        "float32",
+        "Of the activations: float32 or bfloat16, half the memory on an accelerator. "
+        "Parameters stay float32 (docs/performance.md).",
+    )
     augment: bool = setting(
         True, "Random crop and flip in training and fine-tuning (FedBABU)."
     )

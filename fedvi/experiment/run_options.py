@@ -22,7 +22,8 @@ class RunOptions:
     devices: int | None = setting(
         None,
         "Devices to use, of all processes together; a CPU shows as many as are asked "
-        "for. Default: every accelerator, or one CPU of each process.",
+        "for. Default: every accelerator; of a CPU one for each core and client of a "
+        "round, or one of each process.",
         at_least=1,
     )
     model_devices: int = setting(

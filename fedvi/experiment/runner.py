@@ -92,6 +92,9 @@ def _run(
     hosts.on_first(lambda: make_folder(run_dir))
     if loaded is None:
         print(class_histogram(experiment.data))
+    if options.devices is None:
+        together = build.together(experiment)
+        mesh = build.mesh(None, options.model_devices, together)
     experiment = build.on_devices(experiment, mesh)
     shapes = state_shapes(build.federation(experiment, 1, mesh), mesh, config.seeds)
     restored = None
@@ -256,12 +259,9 @@ def _plan(
             math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
             for s in jax.tree.leaves(shapes)
         )
-    together = experiment.participants
-    if build.selection(experiment).measure is not None:
-        together = len(experiment.trained)  # all of them report
     chosen, _ = plan.choose(
         compile_block,
-        cohort=-(-together // mesh.shape[AXIS]),
+        cohort=-(-build.together(experiment) // mesh.shape[AXIS]),
         seeds=config.seeds,
         requested=options.chunk_size,
         platform=device.platform,

@@ -2,7 +2,7 @@
 
 import math
 
-from fedvi import codecs
+from fedvi import checks, codecs
 
 __all__ = ["check_agreement", "check_novel", "participants"]
 
@@ -20,6 +20,7 @@ def check_agreement(config) -> None:
     if config.clients:
         check_novel(config.clients, config.novel_clients)
     codecs.named(config.codec)
+    checks.one_of("dtype", config.dtype, ("float32", "bfloat16"))
     if config.second_data_file is not None and config.second_dataset is None:
         raise ValueError(
             f"second_data_file={config.second_data_file!r} needs a name for its "

@@ -170,8 +170,12 @@ def test_a_label_outside_the_classes_is_named(tmp_path):
         build.experiment(change(dataset="mine", data_file=path, clients=2))
 
 
-def test_more_devices_than_there_are():
+def test_devices_by_default_and_more_than_there_are(monkeypatch):
     assert build.mesh(None).size == 1
+    monkeypatch.setattr(build, "usable_cores", lambda: 3)
+    assert [build.mesh(None, together=n).size for n in (1, 2, 9)] == [1, 2, 3]
+    monkeypatch.setattr(build, "usable_cores", lambda: 99)
+    assert build.mesh(None, together=99).size == 8  # all that JAX shows
     assert build.mesh(4).size == 4
     with pytest.raises(ValueError, match="devices=99"):
         build.mesh(99)
