@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The checks that need one accelerator, in about six minutes: MobileNet's round of 100
-# clients x 500 images by dtype and chunk, NIW beside FedAvg, and the roofline of each.
+# The checks that need one accelerator: MobileNet's round of 100 clients x 500 images by
+# dtype and chunk, NIW beside FedAvg, and FedAvg's roofline. Eight compilations of about
+# 20 s each by the prototypes' figures; not run on an accelerator so far.
 #
 #     benchmarks/accelerator.sh OUT_FOLDER [further flags of round_time.py]
 #

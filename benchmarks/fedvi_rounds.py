@@ -37,6 +37,7 @@ class FedviRounds:
         seed,
         devices,
         dtype,
+        compilation_cache,
         options,
         native_conv=False,
         params_file=None,
@@ -46,8 +47,9 @@ class FedviRounds:
         `options` are the algorithm's own. `native_conv` takes `flax.linen.Conv`
         instead of fedvi's; `params_file` has FedAvg's first weights.
         """
-        # The first call is to show what compilation costs.
-        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_enable_compilation_cache", bool(compilation_cache))
+        jax.config.update("jax_compilation_cache_dir", compilation_cache or None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         self._before = peak_memory()
         with np.load(data_file) as arrays:
             train, test = (
@@ -79,6 +81,7 @@ class FedviRounds:
         )
         self._algorithm, self._dtype = algorithm, dtype
         self._task, self._participants = task, participants
+        self._program = None
         self._state = self._federation.init(jax.random.key(seed))
         if params_file:
             self._start_with(params_file)
@@ -118,7 +121,11 @@ class FedviRounds:
         """
 
         def run():
-            return jax.block_until_ready(self._federation.rounds(self._state, 1))
+            train = self._federation.train
+            if self._program is None:
+                jitted = self._federation._jit_rounds
+                self._program = jitted.lower(self._state, train, n=1).compile()
+            return jax.block_until_ready(self._program(self._state, train))
 
         (self._state, metrics), times = timed(run)
         if metrics.failed.any():
@@ -163,10 +170,7 @@ class FedviRounds:
         Of the global model and, where clients keep one, of their own.
         """
         peak = peak_memory()
-        program = self._federation._jit_rounds.lower(
-            self._state, self._federation.train, n=1
-        )
-        analysis = program.compile().memory_analysis()
+        analysis = self._program.memory_analysis()
         accuracy, nll = pooled(self._federation.evaluate(self._state))
         results = {
             "peak_bytes": peak,

@@ -168,6 +168,9 @@ def main(argv):
         raise app.UsageError(f"{argv[1]!r} is no flag")
     if set(FLAGS.memory) - set(FLAGS.clients):
         raise app.UsageError("--memory must name populations of --clients")
+    most = max(map(int, FLAGS.clients))
+    if FLAGS.visit_all and most < 2 * FLAGS.participants:
+        raise app.UsageError("--visit_all needs at least two rounds of --participants")
     machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
     results = []
     try:

@@ -1,5 +1,6 @@
 """The rounds that `population.py` times, in memory or from files."""
 
+import threading
 from pathlib import Path
 
 import jax
@@ -70,15 +71,16 @@ class PopulationRounds:
         )
 
     def round(self):
-        """One round; memory after it, in bytes."""
+        """One round; the most memory in it, in bytes."""
 
         def run():
             return jax.block_until_ready(self._federation.rounds(self._state, 1))
 
-        (self._state, metrics), times = timed(run)
+        with PeakMemory() as peak:
+            (self._state, metrics), times = timed(run)
         if np.asarray(metrics.failed).any():
             raise RuntimeError("a client's training diverged")
-        return {**times, **memory()}
+        return {**times, **peak.bytes}
 
     def finish(self):
         """Bytes of the clients' states, and what keeping them took."""
@@ -93,7 +95,7 @@ class PopulationRounds:
             self._clients, min(COMPARED, self._clients), replace=False
         )
         before = store.read(ids)
-        _, committed = timed(store.commit)
+        _, committed = timed(lambda: self._federation.commit(self._state))
         again, opened = timed(lambda: self._open().store)
         same = jax.tree.map(np.array_equal, before, again.read(ids))
         if not all(jax.tree.leaves(same)):
@@ -105,6 +107,28 @@ class PopulationRounds:
             "open_seconds": opened["seconds"],
             "compared": len(ids),
         }
+
+
+class PeakMemory(threading.Thread):
+    """The most memory of this process, looked at every 10 ms."""
+
+    def __enter__(self):
+        self.bytes, self._ended = memory(), threading.Event()
+        self.start()
+        return self
+
+    def run(self):
+        """Looks until the end."""
+        while not self._ended.wait(0.01):
+            self._look()
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self.join()
+        self._look()
+
+    def _look(self):
+        self.bytes = {k: max(v, self.bytes[k]) for k, v in memory().items()}
 
 
 def memory():

@@ -66,6 +66,12 @@ flags.DEFINE_integer(
 flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of fedvi's activations."
 )
+flags.DEFINE_string(
+    "compilation_cache",
+    "",
+    "Folder where fedvi keeps and finds compiled programs. Default: none, so that the "
+    "first call shows what compilation costs.",
+)
 flags.DEFINE_float("zeta", 10.0, "Of pfedbayes: weight of the KL term.", lower_bound=0)
 flags.DEFINE_float("rho", -2.5, "Of pfedbayes: initial unconstrained scale.")
 flags.DEFINE_integer(
@@ -99,7 +105,14 @@ SHARED = (
     "optimizer",
     "seed",
 )
-FEDVI_ONLY = ("algorithm", "participants", "chunk_size", "devices", "dtype")
+FEDVI_ONLY = (
+    "algorithm",
+    "participants",
+    "chunk_size",
+    "devices",
+    "dtype",
+    "compilation_cache",
+)
 OPTIONS = {
     "pfedbayes": (
         "zeta",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ class ClientStore:
     """States of the clients that took part so far, one slot each.
 
     Slots that the last `commit` refers to are not written to before the next one:
-    a run that is killed at any moment goes on from its last commit. A client thus
-    takes up to two slots. The index, eight bytes a client of the population, is all
-    that stays in memory if there is a folder; slots are mapped files then.
+    a process that is killed at any moment leaves the last commit (a machine that loses
+    its power may not). A client thus takes up to two slots. In a folder slots are
+    mapped files; in memory stay eight bytes a client of the population and four a free
+    slot.
 
     Args:
       like: pytree of shapes and types of ONE client's state; typed keys are allowed.
@@ -30,8 +32,8 @@ class ClientStore:
         there is taken over.
 
     Raises:
-      ValueError: the folder's states have another structure or population, or a file
-        of it is damaged (named).
+      ValueError: the folder's states have another structure or population, a file
+        of it is damaged (named), or, when it grows, its disk is too small.
     """
 
     def __init__(self, like: Any, clients: int, folder: str | Path | None = None):
@@ -40,13 +42,18 @@ class ClientStore:
         self._folder = None if folder is None else Path(folder)
         self._index = np.full(clients, -1, np.int32)
         self._arrays = [np.empty((0, *s.shape), s.dtype) for s in self._leaves]
-        self._free: list[int] = []
+        self._free = np.empty(0, np.int32)
         self.note: dict[str, Any] = {}
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             if (self._folder / INDEX).exists():
                 self._take_over()
         self._committed = self._index.copy()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether clients keep anything at all."""
+        return bool(self._leaves)
 
     @property
     def visited(self) -> int:
@@ -96,24 +103,44 @@ class ClientStore:
                     array.flush()
             self._save_index()
         replaced = self._committed[self._committed != self._index]
-        self._free.extend(replaced[replaced >= 0].tolist())
+        self._free = np.concatenate([self._free, replaced[replaced >= 0]])
         self._committed = self._index.copy()
+
+    def rollback(self) -> None:
+        """Forgets what was written since the last `commit`."""
+        written = self._index[self._index != self._committed]
+        self._free = np.concatenate([self._free, written])
+        self._index = self._committed.copy()
 
     def _take_free(self, count: int) -> np.ndarray:
         if count > len(self._free):
             self._grow(count - len(self._free))
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return np.array(taken, np.int32)
+        rest = len(self._free) - count
+        taken, self._free = self._free[rest:], self._free[:rest]
+        return taken
 
     def _grow(self, wanted: int) -> None:
         old = self._slots
         new = max(MINIMUM, old + wanted, old + old // 2)
+        self._check_room(new - old)
         self._arrays = [
             self._resize(number, array, new)
             for number, array in enumerate(self._arrays)
         ]
-        self._free = list(range(new - 1, old - 1, -1)) + self._free
+        fresh = np.arange(new - 1, old - 1, -1, dtype=np.int32)
+        self._free = np.concatenate([fresh, self._free])
+
+    def _check_room(self, slots: int) -> None:
+        """A full disk would end the process when a mapped page is written."""
+        if self._folder is None:
+            return
+        needed = slots * sum(s.size * s.dtype.itemsize for s in self._leaves)
+        free = shutil.disk_usage(self._folder).free
+        if needed > free:
+            raise ValueError(
+                f"folder={self._folder} needs {needed:,} more bytes for clients' "
+                f"states and has {free:,}: give a folder on a larger disk"
+            )
 
     @property
     def _slots(self) -> int:
@@ -178,8 +205,9 @@ class ClientStore:
             if wanted:
                 self._arrays[number] = np.memmap(file, array.dtype, "r+", shape=shape)
         self._index, self.note = index, header["note"]
-        used = set(index[index >= 0].tolist())
-        self._free = [s for s in range(header["slots"] - 1, -1, -1) if s not in used]
+        used = np.zeros(header["slots"], bool)
+        used[index[index >= 0]] = True
+        self._free = np.flatnonzero(~used)[::-1].astype(np.int32)
 
 
 def _is_key(leaf: Any) -> bool:

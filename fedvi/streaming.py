@@ -14,7 +14,7 @@ from fedvi import checks, client_evaluation, contract
 from fedvi.algorithm import Algorithm
 from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
-from fedvi.cohort import AXIS, map_reduce
+from fedvi.cohort import AXIS, MODEL_AXIS, map_reduce
 from fedvi.data.client_files import ClientSource
 from fedvi.evaluation import Scores
 from fedvi.federation import RoundMetrics, State
@@ -39,10 +39,11 @@ class StreamedFederation:
 
     While the devices train a block of clients, a thread reads the next block: memory
     holds two or three blocks, the server's state and a few numbers a client, whatever
-    the population. A round is one jitted call a block, and one for the server; with
-    one block it computes what `Federation` does, up to the order of float additions.
-    Clients' states (`Algorithm.init_client`) are kept in a `ClientStore`, and that of
-    a client that was not met before is made when it is; so `State.clients` is ().
+    the population (and with `reduce="stack"` the uploads of a cohort). A round is one
+    jitted call a block, and one for the server; with one block it computes what
+    `Federation` does, up to the order of float additions. Clients' states
+    (`Algorithm.init_client`) are kept in a `ClientStore`, and that of a client that was
+    not met before is made when it is; so `State.clients` is ().
 
     Args:
       algorithm: see `fedvi.algorithm`.
@@ -58,7 +59,8 @@ class StreamedFederation:
 
     Raises:
       ValueError: as `Federation`; a selection by importance, which needs a report of
-        every client; several processes; a store of another algorithm.
+        every client; several processes; models split over devices; a store of another
+        algorithm.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class StreamedFederation:
         self.algorithm, self.train, self.test = algorithm, train, test
         self.codec = codec
         self.selection = selection or uniform(self.clients, self.clients)
-        self._check()
+        self._check(mesh)
         candidates = self.selection.candidates
         sizes = train.size if candidates is None else train.size[candidates]
         self.population = int((sizes > 0).sum())
@@ -103,8 +105,9 @@ class StreamedFederation:
         self._devices = 1 if mesh is None else mesh.size
         self._spread = spread
         self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
-        self._start: tuple[bytes, Any] | None = None
+        self._start: tuple[str, Any] | None = None
         self._sums: Any = None
+        self._at = self._committed_place()
         self._jit_init = jax.jit(self._init, out_shardings=place)
         self._jit_open = jax.jit(self._open_round)
         self._jit_block = jax.jit(self._train_block, donate_argnames="sums")
@@ -119,7 +122,12 @@ class StreamedFederation:
             )
         }
 
-    def _check(self) -> None:
+    def _check(self, mesh: Mesh | None) -> None:
+        if mesh is not None and MODEL_AXIS in mesh.shape:
+            raise ValueError(
+                "mesh splits models over devices, and a stream keeps them whole: use "
+                "Federation, or clients_mesh without model_devices"
+            )
         if self.selection.clients != self.clients:
             raise ValueError(
                 f"selection chooses from {self.selection.clients} clients, but train "
@@ -144,10 +152,34 @@ class StreamedFederation:
     # The user's calls.
 
     def init(self, key) -> State:
-        """The state before the first round, from a typed PRNG key."""
+        """The state before the first round, from a typed PRNG key.
+
+        Forgets the clients' states of an earlier run, unless they are committed.
+
+        Raises:
+          ValueError: no typed key, or a store that holds a committed run.
+        """
         if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
             raise ValueError(f"key={key!r} must be a typed key: jax.random.key(seed)")
+        self.store.rollback()
+        if self.store.visited:
+            raise ValueError(
+                f"store holds the states of {self.store.visited} clients, committed "
+                f"after round {self.store.note.get('round')}: go on with the server's "
+                "state of that round, or give another store"
+            )
+        self._at = None
         return self._jit_init(key)
+
+    def commit(self, state: State) -> None:
+        """Makes the clients' states permanent, as those that belong to `state`.
+
+        A later process with the same store goes on from there with the same `state`,
+        whose server is the caller's to save, before this call.
+        """
+        self._check_place(state)
+        key, round = self._place(state)
+        self.store.commit({"key": key, "round": round})
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds; metrics `[n, ...]`. Donates `state`."""
@@ -159,7 +191,24 @@ class StreamedFederation:
         return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *metrics)
 
     def round(self, state: State) -> tuple[State, RoundMetrics]:
-        """One round. Donates `state`."""
+        """One round. Donates `state`.
+
+        Raises:
+          ValueError: the clients' states in the store are not those of this run after
+            this round.
+        """
+        self._check_place(state)
+        key, round = self._place(state)
+        try:
+            state, metrics = self._round(state)
+        except BaseException:
+            self.store.rollback()
+            self._at = self._committed_place()
+            raise
+        self._at = (key, round + 1)
+        return state, metrics
+
+    def _round(self, state: State) -> tuple[State, RoundMetrics]:
         call, ids = self._jit_open(state)
         start = self._initial_server(state)
         ids, sums, parts, trained = np.asarray(ids), None, [], None
@@ -184,6 +233,7 @@ class StreamedFederation:
 
     def evaluate_personal(self, state: State, ids: np.ndarray | None = None) -> Scores:
         """`Federation.evaluate_personal` of some clients (default: all)."""
+        self._check_place(state)
         return self._evaluate(client_evaluation.score_personal, state, ids)
 
     # Programs.
@@ -249,11 +299,39 @@ class StreamedFederation:
         client = jax.tree.map(partial(jnp.where, known), client, fresh)
         return Visit(client_id, client, train)
 
+    # Which run, after which round, the states in the store belong to.
+
+    def _place(self, state: State) -> tuple[str, int]:
+        key = np.asarray(jax.random.key_data(state.key)).tobytes().hex()
+        return key, int(state.round)
+
+    def _committed_place(self) -> tuple[str, int] | None:
+        note = self.store.note
+        return (note["key"], note["round"]) if note else None
+
+    def _check_place(self, state: State) -> None:
+        if not self.store.keeps:
+            return
+        here = self._place(state)
+        if self._at is None and here[1] > 0:
+            raise ValueError(
+                f"state is that after round {here[1]}, but the store holds no clients' "
+                "states: give the folder that they were committed to"
+            )
+        if self._at in (None, here):
+            return
+        run = "this run" if here[0] == self._at[0] else "a run of another key"
+        raise ValueError(
+            f"state is that after round {here[1]}, but the clients' states in the "
+            f"store are those of {run} after round {self._at[1]}: give the state that "
+            "belongs to them, or another store"
+        )
+
     # Between programs and files.
 
     def _initial_server(self, state: State):
         """The server's first state, from which clients' states are made."""
-        key = np.asarray(jax.random.key_data(state.key)).tobytes()
+        key, _ = self._place(state)
         if self._start is None or self._start[0] != key:
             self._start = (key, self._jit_init(state.key).server)
         return self._start[1]
@@ -299,6 +377,8 @@ class StreamedFederation:
         if self.test is None:
             raise ValueError("test=None: give the clients' test data to evaluate")
         ids = np.arange(self.clients) if ids is None else np.asarray(ids)
+        if not ids.size or ids.min() < 0 or ids.max() >= self.clients:
+            raise ValueError(f"ids must be ids of clients, 0 to {self.clients - 1}")
         start, parts = self._initial_server(state), []
         for block_ids, _, train, test in self._blocks(ids, self.train, self.test):
             clients, known = self.store.read(block_ids)

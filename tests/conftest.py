@@ -1,6 +1,7 @@
 """Strict settings for every test: several devices, no silent broadcasting."""
 
 import os
+from pathlib import Path
 
 # Before JAX is imported: a gradient summed over devices by mistake shows only with
 # several.
@@ -8,6 +9,15 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Nearly all of the suite's time is compilation: less of it, and none twice. Workers and
+# the scripts that tests start inherit these.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).resolve().parents[1] / ".cache" / "tests"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax
 

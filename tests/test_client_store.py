@@ -1,5 +1,7 @@
 """The store against a dictionary; what a crash leaves; damaged files."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,29 @@ def test_slots_are_used_again_after_a_commit(tmp_path):
         store.commit()
     slots = store.bytes / (24 + 8 + 4 + 8)
     assert slots <= 64  # 30 clients, two slots each
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_rollback_goes_back_to_the_last_commit(tmp_path, on_disk):
+    store = ClientStore(LIKE, 50, tmp_path if on_disk else None)
+    store.write(np.arange(5), states_of(np.arange(5)))
+    store.commit()
+    for value in range(30):
+        store.write(np.arange(3, 9), states_of(np.full(6, value)))
+        store.rollback()
+        check(store, {i: i for i in range(5)}, 50)
+    assert store.bytes <= 64 * (24 + 8 + 4 + 8)  # what was forgotten is used again
+    store.write(np.array([4, 7]), states_of([70, 80]))
+    check(store, {0: 0, 1: 1, 2: 2, 3: 3, 4: 70, 7: 80}, 50)
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    store = ClientStore(LIKE, 50, tmp_path)
+    usage = shutil.disk_usage(tmp_path)._replace(free=99)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match="needs 2,816 more bytes .* has 99"):
+        store.write(np.arange(5), states_of(np.arange(5)))
+    check(store, {}, 50)
 
 
 def test_nothing_is_stored_for_clients_that_keep_nothing(tmp_path):

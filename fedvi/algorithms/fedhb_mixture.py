@@ -117,20 +117,22 @@ def fedhb_mixture(
         )
         return {"mass": shares, "weighted": weighted, "gate": gate_body}
 
-    def known(server):
+    def known(server, nearest):
         """What m_i and the gate's weights are sent as differences to."""
-        centre = jax.tree.map(lambda r: r.mean(0), server.prototypes)
-        return {"body": centre, "gate": server.gate["body"]}
+        prototype = jax.tree.map(lambda r: r[nearest], server.prototypes)
+        return {"body": prototype, "gate": server.gate["body"]}
 
     def pack(server, statistics):
-        body = jax.tree.map(lambda w: w.sum(0), statistics["weighted"])  # Σ_j c_j = 1
+        mass, weighted = statistics["mass"], statistics["weighted"]
+        nearest = jnp.argmax(mass).astype(jnp.int32)
+        body = jax.tree.map(lambda w: w.sum(0), weighted)  # Σ_j c_j = 1
         sent = {"body": body, "gate": statistics["gate"]}
-        moved = jax.tree.map(jnp.subtract, sent, known(server))
-        return {"mass": statistics["mass"], **moved}
+        moved = jax.tree.map(jnp.subtract, sent, known(server, nearest))
+        return {"nearest": nearest, "mass": mass, **moved}
 
     def unpack(server, upload):
         moved = {name: upload[name] for name in ("body", "gate")}
-        sent = jax.tree.map(jnp.add, known(server), moved)
+        sent = jax.tree.map(jnp.add, known(server, upload["nearest"]), moved)
         return statistics_of(upload["mass"], sent["body"], sent["gate"])
 
     def client_update(key, round, server, client, data):

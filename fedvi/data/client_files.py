@@ -163,6 +163,10 @@ class ClientFiles:
             header = json.loads(path.read_text(encoding="utf-8"))
             if header["format"] != FORMAT or not header["shards"]:
                 raise ValueError(f"format {header['format']!r}, not {FORMAT}")
+            for shard in header["shards"]:
+                for field in ClientData._fields:
+                    file = shard["files"][field]
+                    _ = Path(file["name"]), int(file["bytes"]), file["sha256"][:1]
             return header
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

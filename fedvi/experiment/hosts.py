@@ -60,12 +60,12 @@ def everywhere(call: Callable[[], _T]) -> _T:
     """Calls `call` in every process; each gets its own result.
 
     Raises:
-      ValueError: what `call` raised here, or the message of the first other process
-        in which it did, with that process's id.
+      ValueError: what `call` raised here (an OSError as it is), or the message of the
+        first other process in which it did, with that process's id.
     """
     try:
         result, own = call(), None
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # such as a full disk in process 0
         result, own = None, error
     problems = exchange(None if own is None else str(own))
     if own is not None:

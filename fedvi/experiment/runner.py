@@ -252,19 +252,25 @@ def _plan(
         return programs.compile_rounds(shapes, next(schedule.blocks(config)))
 
     device = mesh.local_devices[0]
-    frees = hosts.exchange(plan.free_memory(device))  # one plan for all
+    free = plan.free_memory(device)
+    if free is not None and device.platform == "cpu":
+        free //= len(mesh.local_devices)  # they share it
+    frees = hosts.exchange(free)  # one plan for all
     free = None if None in frees else min(frees)
     if free is not None:
         free -= sum(
             math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
             for s in jax.tree.leaves(shapes)
         )
-    chosen, _ = plan.choose(
-        compile_block,
-        cohort=-(-build.together(experiment) // mesh.shape[AXIS]),
-        seeds=config.seeds,
-        requested=options.chunk_size,
-        platform=device.platform,
-        limit=free,
+    chosen, _ = hosts.everywhere(
+        lambda: plan.choose(
+            compile_block,
+            cohort=-(-build.together(experiment) // mesh.shape[AXIS]),
+            seeds=config.seeds,
+            requested=options.chunk_size,
+            platform=device.platform,
+            limit=free,
+        )
     )
+    hosts.agree({"chunk_size and seeds at once": list(chosen[:2])})
     return chosen, candidates[chosen.chunk_size, chosen.seeds_at_once]

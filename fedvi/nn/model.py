@@ -68,9 +68,9 @@ def from_flax(
         name: name of the model; default: the name of the module's class.
         with_classes: builds the module for another number of classes. Default:
             `module.clone(classes=...)`, if the module has a field `classes`.
-        dtype: of the activations, "float32" or "bfloat16". Parameters, gradients and
-            all that an optimiser keeps stay float32: the body's weights are rounded
-            each time they are used, the head's are not, and logits are float32.
+        dtype: of the activations, "float32" or "bfloat16". Parameters and all that an
+            optimiser keeps stay float32, and logits are float32. The body's weights
+            are rounded each time they are used, and so are their gradients.
 
     Raises:
         ValueError: the module has no top-level name `head`, has variables that are not
@@ -103,7 +103,7 @@ def from_flax(
     def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         options = {"mask": mask} if masked else {}
         params = _merge(_round_body(params, dtype))
-        x = preprocess(x).astype(dtype)
+        x = _round(preprocess(x), dtype)
         return module.apply({"params": params}, x, **options).astype(jnp.float32)
 
     def apply_local(
@@ -115,7 +115,7 @@ def from_flax(
     ) -> jax.Array:
         options = {"mask": mask} if masked else {}
         mean, scale = (_merge(_round_body(tree, dtype)) for tree in (mean, scale))
-        x = preprocess(x).astype(dtype)
+        x = _round(preprocess(x), dtype)
         return local_reparameterisation.apply_local(
             key, module, mean, scale, x, **options
         ).astype(jnp.float32)
@@ -153,8 +153,13 @@ def _merge(params: Params) -> dict[str, Any]:
 
 
 def _round_body(params: Params, dtype: str) -> Params:
-    body = jax.tree.map(lambda leaf: leaf.astype(dtype), params["body"])
+    body = jax.tree.map(lambda leaf: _round(leaf, dtype), params["body"])
     return {**params, "body": body}
+
+
+def _round(x: jax.Array, dtype: str) -> jax.Array:
+    # Not what is no float: a network of tokens looks them up.
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _as_float(x: jax.Array) -> jax.Array:

@@ -75,6 +75,11 @@ def test_an_unfinished_folder_is_not_opened(folder, tmp_path):
     header.write_text(json.dumps({"format": 2, "shards": [1]}), encoding="utf-8")
     with pytest.raises(ValueError, match="format 2, not 1"):
         ClientFiles(folder)
+    shard = {"clients": 3, "files": {"x": {"name": "x"}}}
+    text = json.dumps({"format": 1, "shards": [shard]})
+    header.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="cannot read .*'bytes'"):
+        ClientFiles(folder)
     header.write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="cannot read"):
         ClientFiles(folder)

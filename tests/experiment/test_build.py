@@ -289,20 +289,21 @@ PATHS = ("data_file", "second_data_file", "ood_data_file", "data_dir")
 
 def test_the_identity_holds_every_setting_but_paths():
     before = build.identity(CONFIG.to_dict(), "sha")
-    left_out = {*PATHS, "codec"}
+    left_out = {*PATHS, "codec", "dtype"}
     assert before.keys() == CONFIG.to_dict().keys() - left_out | {"data_sha256"}
     elsewhere = change(**dict.fromkeys(PATHS, "there"))
     assert build.identity(elsewhere.to_dict(), "sha") == before
 
 
 def test_checkpoints_of_before_a_setting_existed_are_still_known():
-    """`codec` and sFedBayes' `keep`, while they are at their defaults."""
+    """`codec`, `dtype` and sFedBayes' `keep`, while they are at their defaults."""
     now = build.resolve(change(algorithm="sfedbayes", options={})).to_dict()
     old = now | {"options": {k: v for k, v in now["options"].items() if k != "keep"}}
-    del old["codec"]
+    del old["codec"], old["dtype"]
     assert build.identity(now, "sha") == build.identity(old, "sha")
     for changed in (
         now | {"codec": "int8"},
+        now | {"dtype": "bfloat16"},
         now | {"options": now["options"] | {"keep": 0.5}},
     ):
         assert build.identity(changed, "sha") != build.identity(old, "sha")

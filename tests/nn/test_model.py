@@ -171,6 +171,41 @@ def test_bfloat16_rounds_activations_only():
         assert 1e-5 < error < 0.1
 
 
+@pytest.mark.parametrize("layer", ["conv", "depthwise"])
+def test_a_biass_gradient_is_summed_in_float32(layer):
+    """Over the 39,200 pixels of a batch; in bfloat16 the sum stops at 256 of equals."""
+    module = Conv(4, (1, 1)) if layer == "conv" else DepthwiseConv((1, 1))
+    x = jnp.ones((50, 28, 28, 4), jnp.bfloat16)
+    params = module.init(jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+
+    def total(params):
+        return module.apply({"params": params}, x).astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(total))(params)
+    np.testing.assert_allclose(np.float32(gradient["bias"]), 39_200, rtol=2**-8)
+
+
+class Tokens(nn.Module):
+    """Looks integers up, which no dtype may make floats of."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.classes, name="last")(nn.Embed(9, 4)(x).mean(1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inputs_that_are_no_floats_stay(dtype):
+    model = from_flax(
+        Tokens(2), (5,), head="last", preprocess=lambda x: x.astype(int), dtype=dtype
+    )
+    params = model.init(jax.random.key(0))
+    logits = model.apply(params, np.zeros((3, 5), np.int32))
+    assert logits.shape == (3, 2) and logits.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8", jnp.float16])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"dtype='(float16|int8)' must be one of"):
