@@ -26,7 +26,9 @@ from worker import Worker
 from fedvi.data import ClientData, write_client_files
 
 flags.DEFINE_list("clients", ["10000", "100000", "1000000"], "Populations on disk.")
-flags.DEFINE_list("memory", ["1000000"], "Those of them to train in memory too.")
+flags.DEFINE_list(
+    "memory", None, "Those of them to train in memory too. Default: the largest."
+)
 flags.DEFINE_integer("participants", 10_000, "Clients in a round.", lower_bound=1)
 flags.DEFINE_integer("examples", 20, "Of a client.", lower_bound=1)
 flags.DEFINE_integer("features", 64, "Of an example, one byte each.", lower_bound=1)
@@ -166,6 +168,8 @@ def _times(seconds: list[float]) -> str:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} is no flag")
+    if FLAGS.memory is None:
+        FLAGS.memory = [max(FLAGS.clients, key=int)]
     if set(FLAGS.memory) - set(FLAGS.clients):
         raise app.UsageError("--memory must name populations of --clients")
     most = max(map(int, FLAGS.clients))

@@ -77,6 +77,12 @@ class StreamedFederation:
         eval_batch_size: int = 128,
         codec: Codec = IDENTITY,
     ):
+        for name, source in (("train", train), ("test", test)):
+            if source is not None and not hasattr(source, "read"):
+                raise ValueError(
+                    f"{name}={type(source).__name__} must be a ClientSource: "
+                    "ClientFiles(folder), or ClientArrays(data) of arrays"
+                )
         checks.at_least("block_size", block_size, 1)
         checks.at_least("eval_batch_size", eval_batch_size, 1)
         if chunk_size is not None:

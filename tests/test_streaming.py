@@ -268,5 +268,7 @@ def test_other_clients_and_missing_data_are_named(train, test):
     for ids in ([], [-1], [7]):
         with pytest.raises(ValueError, match="0 to 6"):
             federation.evaluate(federation.init(jax.random.key(0)), np.array(ids, int))
+    with pytest.raises(ValueError, match="test=ClientData must be a ClientSource"):
+        StreamedFederation(counting(), sources[0], test)
     with pytest.raises(ValueError, match="splits models over devices"):
         StreamedFederation(counting(), *sources, mesh=clients_mesh(4, 2))

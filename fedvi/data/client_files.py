@@ -206,6 +206,16 @@ def _check_block(number: int, block: ClientData, first: ClientData) -> None:
             f"blocks[{number}] holds x of {len(block.x)} clients, y of {len(block.y)} "
             f"and size of {len(block.size)}: they must be the same, at least one"
         )
+    if block.x.ndim < 2 or block.x.shape[:2] != block.y.shape:
+        raise ValueError(
+            f"blocks[{number}].x is {list(block.x.shape)} and y {list(block.y.shape)}: "
+            "they must be [clients, capacity, ...] and [clients, capacity]"
+        )
+    if (block.y.dtype, block.size.dtype) != (np.int32, np.int32):
+        raise ValueError(
+            f"blocks[{number}].y is {block.y.dtype} and size {block.size.dtype}: make "
+            "both int32"
+        )
     if block.size.min() < 0 or block.size.max() > block.y.shape[1]:
         raise ValueError(
             f"blocks[{number}].size lies in {block.size.min()}..{block.size.max()}: "

@@ -154,6 +154,8 @@ def show_cpus(devices: int) -> None:
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
+    if devices < 1:
+        return  # refused with the other settings
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:

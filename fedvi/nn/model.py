@@ -70,7 +70,8 @@ def from_flax(
             `module.clone(classes=...)`, if the module has a field `classes`.
         dtype: of the activations, "float32" or "bfloat16". Parameters and all that an
             optimiser keeps stay float32, and logits are float32. The body's weights
-            are rounded each time they are used, and so are their gradients.
+            are rounded each time they are used, and so are their gradients. A layer
+            with a dtype of its own keeps it.
 
     Raises:
         ValueError: the module has no top-level name `head`, has variables that are not
