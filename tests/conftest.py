@@ -9,9 +9,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Nearly all of the suite's time is compilation: less of it, and none twice. Workers and
-# the scripts that tests start inherit these.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Nearly all of the suite's time is compilation: none twice. Workers and the scripts
+# that tests start inherit these.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(Path(__file__).resolve().parents[1] / ".cache" / "tests"),

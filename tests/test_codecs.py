@@ -263,7 +263,7 @@ def test_what_travels_is_all_that_the_server_needs(name, task):
         lambda s: jnp.asarray(rng.normal(0, 0.1, s.shape), s.dtype), shapes
     )
     if name == "fedhb_mixture":  # responsibilities
-        upload["mass"] = jnp.array([0.3, 0.7])
+        upload["mass"], upload["nearest"] = jnp.array([0.3, 0.7]), jnp.int32(1)
     if name == "cfedbayes":
         upload["cluster"] = jnp.int32(1)
 

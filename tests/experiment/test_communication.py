@@ -23,7 +23,7 @@ LEAVES = 4
         ("fedhb_niw", {}, BODY, BODY + MODEL),
         # m, two responsibilities and the gate's body; down: two prototypes, the head,
         # and a gate with two outputs.
-        ("fedhb_mixture", {}, 2 * BODY + 8, 2 * BODY + HEAD + BODY + 4 * (5 * 2 + 2)),
+        ("fedhb_mixture", {}, 2 * BODY + 12, 2 * BODY + HEAD + BODY + 4 * (5 * 2 + 2)),
         ("pfedbayes", {}, 2 * MODEL, 2 * MODEL),
         ("pfedbayes", {"average": "moments"}, 2 * MODEL, 2 * MODEL),
         ("sfedbayes", {"threshold": 0.5}, 3 * MODEL, 3 * MODEL),

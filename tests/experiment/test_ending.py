@@ -270,6 +270,7 @@ def two_models(task):
         global_predictive=lambda key, server, x, mask: log_probs(server, x, mask)[None],
         personalise=lambda key, server, client, data: server["a"].params,
         assign=assign,
+        wire=None,  # FedAvg's knows no such server
     )
 
 
