@@ -121,14 +121,12 @@ def test_blocks_equal_one_call_in_memory(train, test, tmp_path, layout, reduce):
     for evaluate in ("evaluate", "evaluate_personal"):
         scores = getattr(stream, evaluate)(state)
         wanted = getattr(memory, evaluate)(expected)
-        chex.assert_trees_all_close(scores, wanted, rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(scores, wanted)
     some = stream.evaluate_personal(state, np.array([6, 0]))
     everyone = memory.evaluate_personal(expected)
     chex.assert_trees_all_close(
         some,
         jax.tree.map(lambda a: a[np.array([6, 0])], everyone),
-        rtol=1e-5,
-        atol=1e-5,
     )
 
 
