@@ -21,7 +21,7 @@ from fedvi.algorithms.alternating import (
     posterior_wire,
     where,
 )
-from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.common import gradient_only, normal_init
 from fedvi.distributions.mean_field import MeanField
 from fedvi.nn import Model
 from fedvi.variational import BayesianNetwork, normal
@@ -136,7 +136,7 @@ def bpfed(
 
     def divergence(data, q, prior):
         pair = (q, prior) if kl_direction == "forward" else (prior, q)
-        return zeta / jnp.maximum(data.size, 1) * family.kl(*pair)
+        return zeta / jnp.maximum(data.size, 1) * gradient_only(family.kl)(*pair)
 
     def train(key, round, data, training, personal, prior, steps, complete):
         """`complete` makes a posterior of all weights of one of those that learn."""

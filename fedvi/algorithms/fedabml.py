@@ -17,7 +17,7 @@ from fedvi.algorithms.alternating import (
     learner,
     posterior_wire,
 )
-from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.common import gradient_only, normal_init
 from fedvi.local import minimise
 from fedvi.variational import BayesianNetwork, normal
 
@@ -117,10 +117,13 @@ def fedabml(
         """L(φ, θ) of one client, as `(key, φ, θ, Batch) -> scalar`."""
         weight = kl_weight / jnp.maximum(data.size, 1)
 
-        def value(key, phi, theta, batch):
-            return network.loss(key, phi, batch) + weight * family.kl(phi, theta)
+        def divergence(phi, theta):
+            return weight * gradient_only(family.kl)(phi, theta)
 
-        return value, lambda phi, theta: weight * family.kl(phi, theta)
+        def value(key, phi, theta, batch):
+            return network.loss(key, phi, batch) + divergence(phi, theta)
+
+        return value, divergence
 
     def infer(key, round, data, training, theta, steps):
         """(φ, θ_i, mean loss) after a client's minibatches (Alg. 1, lines 6 to 9).

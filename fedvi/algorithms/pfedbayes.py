@@ -22,7 +22,7 @@ from fedvi.algorithms.alternating import (
     posterior_wire,
     where,
 )
-from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.common import gradient_only, normal_init
 from fedvi.variational import BayesianNetwork, normal
 
 __all__ = ["Client", "Server", "pfedbayes", "pfedbayes_of"]
@@ -153,7 +153,7 @@ def pfedbayes_of(
     family = network.check().family
 
     def divergence(data, q, w):
-        return zeta / jnp.maximum(data.size, 1) * family.kl(q, w)
+        return zeta / jnp.maximum(data.size, 1) * gradient_only(family.kl)(q, w)
 
     def train(key, round, data, training, personal, localised, steps):
         def objective(key, q, w, batch):

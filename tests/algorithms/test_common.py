@@ -9,6 +9,7 @@ import pytest
 from fedvi.algorithms.common import (
     classification_loss,
     finetune,
+    gradient_only,
     log_probabilities,
     quadratic_penalty,
     quadratic_pull,
@@ -48,6 +49,19 @@ def test_the_pull_is_the_penaltys_gradient(shared):
     )
     chex.assert_trees_all_close(pull, wanted, rtol=1e-6)
     assert quadratic_pull(theta, centre, 0.7) == 0
+
+
+def test_a_penalty_for_descent_may_be_differentiated_twice():
+    pull = gradient_only(lambda a, b: jnp.sum(a**3 * b))
+
+    def inner(a, b):
+        return jnp.sum(jax.grad(pull)(a, b) ** 2)
+
+    a, b = jnp.array([1.0, 2.0]), jnp.array([0.5, -1.0])
+    # Of Σ (3 a² b)²: by a, and by b.
+    found = jax.grad(inner, argnums=(0, 1))(a, b)
+    chex.assert_trees_all_close(found, (36 * a**3 * b**2, 18 * a**4 * b))
+    assert pull(a, b) == 0
 
 
 def test_loss_and_probabilities_agree(task, train):

@@ -119,6 +119,30 @@ def test_kl_sums_over_the_tree_and_is_zero_for_equal_ones():
     assert mean_field.kl(q, q) == 0
 
 
+def test_the_gradient_of_equal_normals_is_zero_to_the_last_digit():
+    rng = np.random.default_rng(0)
+    q = MeanField(jnp.float32(rng.normal(size=999)), jnp.float32(rng.normal(size=999)))
+    for gradient in jax.jit(jax.grad(mean_field.kl, argnums=(0, 1)))(q, q):
+        assert not gradient.mu.any() and not gradient.rho.any()
+
+
+def test_second_derivatives_of_the_kl_equal_differences_of_the_first():
+    # FedABML's `meta` differentiates through gradient steps.
+    args = [jnp.float32(a) for a in (0.3, -1.0, -0.2, 0.4)]
+
+    def kl(*args):
+        return mean_field.kl(MeanField(*args[:2]), MeanField(*args[2:]))
+
+    found = np.array(jax.hessian(kl, argnums=(0, 1, 2, 3))(*args))
+    for i in range(4):
+        up, down = (
+            [np.float64(a) + h * (i == j) for j, a in enumerate(args)]
+            for h in (1e-5, -1e-5)
+        )
+        column = (np.array(gradient64(*up)) - np.array(gradient64(*down))) / 2e-5
+        np.testing.assert_allclose(found[:, i], column, rtol=1e-4, atol=1e-5)
+
+
 def test_kl_of_narrow_normals_around_large_means_does_not_cancel():
     mu_q, mu_p = np.float32(30.0), np.float32(30.0 + 2e-4)
     q = mean_field.init(jnp.float32(mu_q), 1e-4)
