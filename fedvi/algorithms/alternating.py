@@ -111,8 +111,9 @@ def alternate(
       training: minibatches and optimiser.
       personal: q.
       localised: w, the localised global posterior.
-      objective: `(key, q, w, Batch) -> scalar` (Eq. 30).
-      divergence: `(q, w) -> scalar` (Eq. 31).
+      objective: `(key, q, w, Batch) -> scalar`, with the gradient of Eq. 30 by q; its
+        value is only reported, and may be that of the data term.
+      divergence: `(q, w) -> scalar`, with the gradient of Eq. 31 by w.
       personal_steps: steps of q on a minibatch (public code: 5).
       global_steps: steps of w on a minibatch (public code: 1).
       global_learning_rate: of w; None: that of `training`.

@@ -87,6 +87,9 @@ def bpfed(
     A client that never took part learns q(φ) only, by `task.finetuning`, one step a
     minibatch, under the shared q(θ) as it is.
 
+    Metrics: `loss`, the mean of Eq. 10's first term over the minibatches; `kl`,
+    KL(q ‖ π) of the trained q and the π it started at, in nats.
+
     The global model that is evaluated has the shared posterior and, for φ, the prior
     that every client started from and moved away from since.
 

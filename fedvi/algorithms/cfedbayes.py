@@ -54,8 +54,8 @@ def cfedbayes(
 
     The moments of w's optimiser stay with the client when it changes its cluster.
 
-    A client sends (k_i, w_i). Metrics: `share_k`, the share of the participants that
-    chose cluster k.
+    A client sends (k_i, w_i). Metrics: those of `pfedbayes`; `share_k`, the share of
+    the participants that chose cluster k.
 
     Args:
       task: model, local training, population.

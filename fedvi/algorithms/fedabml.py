@@ -56,6 +56,8 @@ def fedabml(
       θ_i <- θ_i - η' ∇_θ L(φ, θ_i)      (Alg. 1, line 9)
     Server: θ <- average of what the clients send. A client keeps nothing.
     Prediction: draws of θ; personalised, of φ after `task.finetuning` from θ.
+    Metrics: `loss`, the mean of L's first term over the minibatches; `kl`, of what is
+    sent from θ, in nats.
 
     The gradient in line 9 is that of the KL term alone: θ follows φ by η' λ / (n σ²) of
     the way a step. `theta_update` offers three readings of the paper.
@@ -114,7 +116,7 @@ def fedabml(
     family = network.family
 
     def loss(data):
-        """L(φ, θ) of one client, as `(key, φ, θ, Batch) -> scalar`."""
+        """L(φ, θ) of one client and its KL term, for descent: their values lack it."""
         weight = kl_weight / jnp.maximum(data.size, 1)
 
         def divergence(phi, theta):
@@ -126,7 +128,7 @@ def fedabml(
         return value, divergence
 
     def infer(key, round, data, training, theta, steps):
-        """(φ, θ_i, mean loss) after a client's minibatches (Alg. 1, lines 6 to 9).
+        """(φ, θ_i, mean data term) after a client's minibatches (Alg. 1, lines 6 to 9).
 
         `steps` on a minibatch: of φ, of θ.
         """
@@ -147,7 +149,7 @@ def fedabml(
         return phi.posterior, theta.posterior, value
 
     def meta_learn(key, round, data, theta):
-        """(θ_i, mean loss): descent on the loss after adaptation."""
+        """(θ_i, mean data term): descent on the loss after adaptation."""
         objective, _ = loss(data)
         training = task.training
         if global_learning_rate is not None:

@@ -75,6 +75,8 @@ def pfedbayes(
     Prediction: mean over draws of the global w, or of the client's q as it is. A
     client that never took part adapts q from w first, by `task.finetuning`, one step
     a minibatch. Who does not upload does not train (Alg. 1 has all clients train).
+    Metrics: `loss`, the mean of Eq. 30's first term over the minibatches; `kl`, of the
+    trained q from the broadcast w, in nats.
 
     Args:
       task: model, local training, population.

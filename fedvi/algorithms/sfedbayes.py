@@ -51,11 +51,11 @@ def sfedbayes(
     objectives and server as of `pfedbayes`, with the KL of Eq. 34. λ is carried as its
     logit: optimised itself it leaves [0, 1] (the paper's Table 2 estimates 1.01).
 
-    Metrics: `inclusion`, the mean λ of the personal posteriors (the paper's estimated
-    λ); `kept`, the share of gates that are 1 in one draw of them (its "sparsity"); with
-    a threshold or `keep` also `sent`, the share of the weights sent whole, and
-    `withheld`, the number of values that a participant does not send of the others (λ
-    says which they are).
+    Metrics: those of `pfedbayes`; `inclusion`, the mean λ of the personal posteriors
+    (the paper's estimated λ); `kept`, the share of gates that are 1 in one draw of them
+    (its "sparsity"); with a threshold or `keep` also `sent`, the share of the weights
+    sent whole, and `withheld`, the number of values that a participant does not send of
+    the others (λ says which they are).
 
     Args:
       task: model, local training, population.

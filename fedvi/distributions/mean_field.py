@@ -169,7 +169,6 @@ def kl(q: MeanField, p: MeanField) -> jax.Array:
 
 def kl_by_weight(q: MeanField, p: MeanField) -> chex.ArrayTree:
     """The terms of `kl`, structure and shapes of `q.mu`."""
-
     return jax.tree.map(_normal_kl, q.mu, scale(q), p.mu, scale(p))
 
 
@@ -240,16 +239,13 @@ def _scale(rho, link):
 
 @jax.custom_jvp
 def _softplus(x):
-    """log(1 + exp x) to the precision of `x`, with derivative 1 / (1 + exp -x).
+    """log(1 + exp x), relative error 3e-7 in float32 and 2e-12 in float64.
 
     Not JAX's own, whose log1p is slow on CPU: with u = exp(-|x|) and
     t = u/(2 + u) <= 1/3, log1p(u) = 2 artanh(t), a short series. Its rest after k
-    terms is at most (1/3)^(2k + 1): 2e-8 after 7 and 1e-12 after 11.
+    terms, about 2 t^(2k + 1) / (2k + 1), is 1e-8 after 7 and 1e-12 after 11.
     """
-    return _softplus_of(x, jnp.exp(-jnp.abs(x)))
-
-
-def _softplus_of(x, u):
+    u = jnp.exp(-jnp.abs(x))
     t = u / (2 + u)
     terms = 11 if x.dtype == jnp.float64 else 7
     odd = range(2 * terms - 1, 0, -2)
@@ -260,10 +256,11 @@ def _softplus_of(x, u):
 @_softplus.defjvp
 def _softplus_jvp(primals, tangents):
     (x,), (moved,) = primals, tangents
-    # One exponential for the value and the slope.
+    # XLA computes this exponential and the value's once.
     u = jnp.exp(-jnp.abs(x))
     slope = jnp.where(x < 0, u, 1) / (1 + u)
-    return _softplus_of(x, u), slope * moved
+    # Not the series itself: a second derivative comes by here too.
+    return _softplus(x), slope * moved
 
 
 @jax.custom_jvp

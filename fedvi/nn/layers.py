@@ -69,8 +69,8 @@ class Conv(nn.Module):
                 patches = jnp.concatenate(shifts, axis=0)
             shape = patches.shape[1:]
             y = weights.T @ patches.reshape(patches.shape[0], -1)
-            # The barrier keeps XLA from taking the product the other way round: LeNet's
-            # first layer then has 5 instead of 16 GFLOP/s on an AMD EPYC core.
+            # The barrier keeps XLA from taking the product the other way round, at 5
+            # instead of 16 GFLOP/s for LeNet's first layer (one AMD EPYC core).
             y = lax.optimization_barrier(y).T
         else:
             taps = _taps(x, self.kernel_size, self.strides)

@@ -223,7 +223,7 @@ def test_moments_of_both_posteriors_go_on_over_rounds(histories):
         assert client.moments[0].count == minibatches * rounds
 
 
-def test_it_reports_its_objective_and_how_far_q_is_away(histories):
+def test_it_reports_its_loss_and_how_far_q_is_away(histories):
     for info in histories[1]:
         assert set(info.metrics) == {"loss", "kl"}
         assert info.metrics["kl"] > 0 and np.isfinite(info.metrics["loss"])
