@@ -138,6 +138,9 @@ def map_reduce(
 
 
 def _run_chunks(fn, operands, items, valid, *, chunks, chunk):
+    # Traced once for its shapes and for the loop.
+    fn = jax.jit(fn)
+
     def one(item, valid):
         sums, outputs = fn(operands, item)
         return jax.tree.map(lambda s: jnp.where(valid, s, 0), sums), outputs
