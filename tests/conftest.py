@@ -1,22 +1,16 @@
 """Strict settings for every test: several devices, no silent broadcasting."""
 
 import os
-from importlib.metadata import version
 from pathlib import Path
 
-# Before JAX is imported.
-XLA_FLAGS = [
-    # A gradient summed over devices by mistake shows only with several.
-    "--xla_force_host_platform_device_count=8",
-    # Nearly all of the suite's time is compilation: this and the next halve it.
-    "--xla_backend_optimization_level=0",
-]
-if version("jaxlib").startswith("0.10."):
-    # Unknown to jaxlib 0.12, which ends at an unknown flag.
-    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
+# Before JAX is imported: a gradient summed over devices by mistake shows only with
+# several.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# No program is compiled twice. Workers and the scripts that tests start inherit these.
+# Nearly all of the suite's time is compilation: none twice. Workers and the scripts
+# that tests start inherit these.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(Path(__file__).resolve().parents[1] / ".cache" / "tests"),
