@@ -273,7 +273,7 @@ def _normal_kl(mu_q, sigma_q, mu_p, sigma_p):
 
         ∂/∂μ_q = d/σ_p   ∂/∂σ_q = (r - 1/r)/σ_p   ∂/∂σ_p = (1 - r² - d²)/σ_p
 
-    with r = σ_q/σ_p and d = (μ_q - μ_p)/σ_p. Of equal normals they are 0 to the last
+    with r = σ_q/σ_p and d = (μ_q - μ_p)/σ_p. For equal μ and σ they are 0 to the last
     digit: Adam would make a step of what rounding leaves.
     """
     ratio, distance = sigma_q / sigma_p, (mu_q - mu_p) / sigma_p
