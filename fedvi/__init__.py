@@ -7,8 +7,6 @@ from fedvi.algorithm import (
     Importance,
     StackedAggregate,
     Task,
-    Wire,
-    difference_to,
 )
 from fedvi.data import ClientData
 from fedvi.federation import Federation, RoundMetrics, State
@@ -30,6 +28,4 @@ __all__ = [
     "State",
     "StreamedFederation",
     "Task",
-    "Wire",
-    "difference_to",
 ]

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
@@ -21,8 +20,6 @@ __all__ = [
     "Importance",
     "StackedAggregate",
     "Task",
-    "Wire",
-    "difference_to",
 ]
 
 Server = Any
@@ -52,15 +49,16 @@ class ClientOutput(NamedTuple):
     """What `client_update` returns.
 
     Attributes:
-      statistics: pytree of float arrays, all that the server ever gets. The server
-        receives the weighted sum over the cohort (`reduce="sum"`).
+      upload: pytree of arrays, all that is sent. A difference to what `broadcast` let
+        through, wherever there is something to differ from: near 0 a codec
+        (`fedvi.codecs`) loses least, and a bound on it bounds the client's influence.
       weight: scalar, the algorithm's own: the client's size, or 1.
       client: what the client keeps until it is next selected, of the structure
         that `init_client` returned.
       metrics: dict of scalars, averaged over the cohort and logged; () if none.
     """
 
-    statistics: Any
+    upload: Any
     weight: jax.Array | float
     client: Client = ()
     metrics: Mapping[str, jax.Array] | tuple[()] = ()
@@ -92,14 +90,14 @@ class StackedAggregate(NamedTuple):
     """What the server gets of a cohort with `reduce="stack"`: every upload.
 
     Attributes:
-      statistics: leaves `[cohort, ...]`; zeros where `weight` is 0.
+      uploads: leaves `[cohort, ...]`; zeros where `weight` is 0.
       weight: [cohort], 0 for an empty or failed participant.
       client_ids: [cohort] int32.
       participants: [] as in `Aggregate`.
       population: N as in `Aggregate`.
     """
 
-    statistics: Any
+    uploads: Any
     weight: jax.Array
     client_ids: jax.Array
     participants: jax.Array
@@ -122,36 +120,10 @@ class Importance(NamedTuple):
     score: Callable[..., jax.Array]
 
 
-class Wire(NamedTuple):
-    """What travels of a client's statistics, where that is not they themselves.
-
-    Statistics are what a server can sum. What a client need send may be less, and
-    nearer to 0, where a codec (`fedvi.codecs`) loses least. Without a codec a round
-    calls neither function: the statistics arrive as they are.
-
-    Attributes:
-      pack: `(server, statistics) -> upload`, what is sent; `server` is what `broadcast`
-        lets through, which both ends know.
-      unpack: `(server, upload) -> statistics`, the reverse, up to rounding.
-    """
-
-    pack: Callable[..., Any]
-    unpack: Callable[..., Any]
-
-
-def difference_to(unchanged: Callable[[Server], Any]) -> Wire:
-    """The `Wire` of a client that sends how far its statistics moved.
-
-    Args:
-      unchanged: `(server) -> statistics`, those of a client that learnt nothing;
-        `server` is what `broadcast` lets through.
-    """
-    return Wire(
-        pack=lambda server, statistics: jax.tree.map(
-            jnp.subtract, statistics, unchanged(server)
-        ),
-        unpack=lambda server, upload: jax.tree.map(jnp.add, unchanged(server), upload),
-    )
+def upload_itself(server: Server, upload: Any) -> Any:
+    """The `statistics` of an algorithm whose server sums the uploads as they are."""
+    del server
+    return upload
 
 
 def no_client_state(key, server) -> tuple:
@@ -192,10 +164,16 @@ class Algorithm(NamedTuple):
         (cluster [] int32, server)`: the cluster that a client's training data belong
         to, and that cluster's global model, which `global_predictive` gets as the
         client's `server`.
-      reduce: "sum": the server gets an `Aggregate`; "stack": a `StackedAggregate`,
-        for the few methods whose server needs every upload.
-      wire: optional, what travels of the statistics: its size is the bytes up, and it
-        is what a codec encodes. Default: the statistics.
+      statistics: `(server, upload) -> summands`, pytree of floats, of one upload;
+        `server` is what `broadcast` lets through. The server gets their weighted sum
+        and nothing else, so that they may be made at the client. Centred at the
+        broadcast like the upload: sums around 0 would cancel in float32.
+      reduce: "sum": the server gets an `Aggregate` of the statistics; "stack": a
+        `StackedAggregate` of the uploads, for the few methods that need every one.
+      posterior: `(server) -> distrax.Distribution` over the model's parameter tree, the
+        global posterior; of a clustered method that of one cluster, as `assign` gives
+        it. None: the method has point estimates only.
+      personal_posterior: `(server, personal) -> distrax.Distribution`, that of a client.
     """
 
     name: str
@@ -210,5 +188,7 @@ class Algorithm(NamedTuple):
     importance: Mapping[str, Importance] = MappingProxyType({})
     cohort: int | Literal["all"] | None = None
     assign: Callable[..., tuple[jax.Array, Server]] | None = None
-    reduce: str = "sum"
-    wire: Wire | None = None
+    statistics: Callable[[Server, Any], Any] = upload_itself
+    reduce: Literal["sum", "stack"] = "sum"
+    posterior: Callable[[Server], Any] | None = None
+    personal_posterior: Callable[[Server, Personal], Any] | None = None

@@ -53,12 +53,13 @@ def check(
     if output is None:
         raise ValueError("client_update must return a fedvi.ClientOutput")
     _same("client_update", "ClientOutput.client", client, output.client)
-    _check_upload(algorithm, codec, message, output.statistics)
+    _check_upload(codec, output.upload)
     after = jax.eval_shape(
-        lambda server, uploads: algorithm.server_update(
-            key, round, server, _aggregate(algorithm, uploads, population)
+        lambda server, message, output: algorithm.server_update(
+            key, round, server, _aggregate(algorithm, message, output, population)
         ),
         server,
+        message,
         output,
     )
     _same("server_update", "the server's state", server, after)
@@ -108,15 +109,10 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
         )
 
 
-def _check_upload(algorithm: Algorithm, codec: Codec, message, statistics) -> None:
-    """What is packed and encoded comes out with structure, shapes and types."""
+def _check_upload(codec: Codec, upload) -> None:
+    """What is encoded comes out with structure, shapes and types."""
     if not isinstance(codec, Codec):
         raise ValueError(f"codec={codec!r} must be a fedvi.codecs.Codec")
-    upload = statistics
-    if algorithm.wire is not None:
-        upload = jax.eval_shape(algorithm.wire.pack, message, statistics)
-        unpacked = jax.eval_shape(algorithm.wire.unpack, message, upload)
-        _same("wire", "ClientOutput.statistics", statistics, unpacked)
     key = jax.random.key(0)
     arrived = jax.eval_shape(lambda u: codec.decode(codec.encode(key, u)), upload)
     _same(f"codec {codec.name}", "an upload", upload, arrived)
@@ -161,12 +157,13 @@ def _as_output(output: Any) -> ClientOutput | None:
     return output._replace(weight=jnp.asarray(output.weight, jnp.float32))
 
 
-def _aggregate(algorithm, output, population):
+def _aggregate(algorithm, message, output, population):
     """What the server would get from a cohort of this one client."""
     one = jnp.ones(())
     if algorithm.reduce == "sum":
-        return Aggregate(output.statistics, output.weight, one, population)
-    stacked = jax.tree.map(lambda s: s[None], output.statistics)
+        statistics = algorithm.statistics(message, output.upload)
+        return Aggregate(statistics, output.weight, one, population)
+    stacked = jax.tree.map(lambda s: s[None], output.upload)
     ids = jnp.zeros(1, jnp.int32)
     return StackedAggregate(stacked, output.weight[None], ids, one, population)
 

@@ -1,6 +1,7 @@
 """What happens inside one client: minibatches of its data, and descent on them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi import checks
+from fedvi.flat import like_flats, trees
 
 __all__ = [
     "OPTIMIZERS",
@@ -15,12 +17,10 @@ __all__ = [
     "LocalTraining",
     "cross_entropy",
     "fold_minibatches",
+    "layerwise",
     "minimise",
     "num_steps",
 ]
-
-
-OPTIMIZERS = ("sgd", "adam", "adagrad", "rmsprop")
 
 
 class Batch(NamedTuple):
@@ -40,10 +40,13 @@ class LocalTraining(NamedTuple):
       learning_rate: a number, or a function of the round (an optax schedule).
       momentum: heavy-ball momentum of SGD in [0, 1).
       augment: optional `(key, x [batch, ...]) -> x` on raw inputs.
-      optimizer: "sgd"; "adam" with optax's defaults (pFedBayes, BPFed); "adagrad",
-        whose first step is ± the rate (DSVGD); "rmsprop" with decay 0.9 and a second
-        moment that starts at the first squared gradient (as DSVGD's public code, which
-        calls it AdaGrad; eps 1e-8, where that has 1e-9 or 1e-6).
+      optimizer: a name of `OPTIMIZERS`: "sgd", the only one that takes `momentum`;
+        "adam" with optax's defaults (pFedBayes, BPFed); "adagrad", whose first step is
+        ± the rate (DSVGD); "rmsprop" with decay 0.9 and a second moment that starts at
+        the first squared gradient (as DSVGD's public code, which calls it AdaGrad; eps
+        1e-8, where that has 1e-9 or 1e-6). Or your own, `(learning_rate) ->
+        optax.GradientTransformation`, such as `optax.adamw`. It sees few long vectors;
+        one that treats layers apart (LAMB, Adafactor, Muon) needs `layerwise`.
       steps: R, minibatches a round; None: as many as `epochs` take. The last epoch
         that they need is left unfinished. An empty client takes none.
     """
@@ -53,7 +56,7 @@ class LocalTraining(NamedTuple):
     learning_rate: float | Callable = 0.1
     momentum: float = 0.9
     augment: Callable | None = None
-    optimizer: str = "sgd"
+    optimizer: str | Callable[..., optax.GradientTransformation] = "sgd"
     steps: int | None = None
 
     def check(self) -> None:
@@ -61,7 +64,8 @@ class LocalTraining(NamedTuple):
         checks.at_least("epochs", self.epochs, 0)
         checks.at_least("batch_size", self.batch_size, 1)
         checks.fraction("momentum", self.momentum)
-        checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if not callable(self.optimizer):
+            checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.steps is not None:
             checks.at_least("steps", self.steps, 1)
         if not callable(self.learning_rate):
@@ -78,13 +82,34 @@ class LocalTraining(NamedTuple):
         Its moments may be kept over rounds: the rate is no part of them.
         """
         rate = self.learning_rate_at(round)
-        if self.optimizer == "adam":
-            return optax.adam(rate)
-        if self.optimizer == "adagrad":
-            return optax.adagrad(rate, initial_accumulator_value=0.0, eps=1e-16)
-        if self.optimizer == "rmsprop":
-            return optax.chain(_scale_by_rms(), optax.scale(-rate))
-        return optax.sgd(rate, self.momentum or None)
+        if self.optimizer == "sgd":
+            return optax.sgd(rate, self.momentum or None)
+        if callable(self.optimizer):
+            return self.optimizer(rate)
+        return OPTIMIZERS[self.optimizer](rate)
+
+
+def layerwise(
+    optimizer: Callable[..., optax.GradientTransformation],
+) -> Callable[..., optax.GradientTransformation]:
+    """For `LocalTraining`: an optimiser that is to see a model's layers.
+
+    Args:
+      optimizer: `(learning_rate) -> optax.GradientTransformation` whose steps depend on
+        where one layer ends, such as `optax.lamb`.
+    """
+
+    def make(learning_rate):
+        inner = optimizer(learning_rate)
+
+        def update(gradients, state, params=None):
+            layers = None if params is None else trees(params)
+            updates, state = inner.update(trees(gradients), state, layers)
+            return like_flats(updates, gradients), state
+
+        return optax.GradientTransformation(lambda p: inner.init(trees(p)), update)
+
+    return make
 
 
 class _Rms(NamedTuple):
@@ -117,6 +142,14 @@ def _scale_by_rms(decay: float = 0.9, eps: float = 1e-8):
         return scaled, _Rms(mean_square, state.count + 1)
 
     return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "adam": optax.adam,
+    "adagrad": partial(optax.adagrad, initial_accumulator_value=0.0, eps=1e-16),
+    "rmsprop": lambda rate: optax.chain(_scale_by_rms(), optax.scale(-rate)),
+}
 
 
 def cross_entropy(logits, labels, mask):
@@ -235,15 +268,21 @@ def minimise(
     optimizer = training.optimizer_at(round)
     step_size = training.learning_rate_at(round) / (1 - training.momentum)
 
-    def step(key, carry, batch):
-        params, moments, total = carry
-        value, gradients = jax.value_and_grad(loss, argnums=1)(key, params, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        params = optax.apply_updates(params, updates)
-        if proximal is not None:
-            params = proximal(params, step_size)
-        return params, moments, total + value
+    def loss_of(layers, key, batch):
+        return loss(key, like_flats(layers, params), batch)
 
-    start = (params, optimizer.init(params), jnp.zeros(()))
-    params, _, total = fold_minibatches(key, data, training, step, start)
-    return params, total / jnp.maximum(num_steps(data.size, training), 1)
+    def step(key, carry, batch):
+        layers, moments, total = carry
+        value, gradients = jax.value_and_grad(loss_of)(layers, key, batch)
+        updates, moments = optimizer.update(gradients, moments, layers)
+        layers = optax.apply_updates(layers, updates)
+        if proximal is not None:
+            layers = trees(proximal(like_flats(layers, params), step_size))
+        return layers, moments, total + value
+
+    layers = trees(params)
+    start = (layers, optimizer.init(layers), jnp.zeros(()))
+    layers, _, total = fold_minibatches(key, data, training, step, start)
+    return like_flats(layers, params), total / jnp.maximum(
+        num_steps(data.size, training), 1
+    )

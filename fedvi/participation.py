@@ -63,9 +63,9 @@ def participate(
 
     Returns:
       (what is summed over the cohort, what is stacked): two dicts. Summed: `weight`,
-      `participants`, `metrics` and, with `reduce="sum"`, weight × `statistics`.
-      Stacked: `client`, `weight`, `counts`, `empty`, `failed` and, with
-      `reduce="stack"`, `statistics`.
+      `participants`, `metrics` and weight × `statistics`, () with `reduce="stack"`.
+      Stacked: `client`, `weight`, `counts`, `empty`, `failed` and `uploads`, () with
+      `reduce="sum"`.
     """
     output = algorithm.client_update(
         derive(call.key, Purpose.CLIENT_UPDATE, call.round, visit.id),
@@ -76,8 +76,11 @@ def participate(
     )
     empty = visit.train.size == 0
     weight = jnp.asarray(output.weight, jnp.float32)
-    arrived = _send(algorithm, codec, call, visit, output.statistics)
-    finite = all_finite((arrived, output.client, weight))
+    upload = _arrived(codec, call, visit, output.upload)
+    summands = ()
+    if algorithm.reduce == "sum":
+        summands = algorithm.statistics(call.message, upload)
+    finite = all_finite((upload, summands, output.client, weight))
     counts = ~empty & finite
     # `where`, not a product with 0, which would let a NaN through.
     weight = jnp.where(counts, weight, 0.0)
@@ -86,6 +89,7 @@ def participate(
         "weight": weight,
         "participants": counts.astype(jnp.int32),
         "metrics": keep(dict(output.metrics)),
+        "statistics": jax.tree.map(lambda s: weight * s, keep(summands)),
     }
     outputs = {
         "client": output.client,
@@ -93,24 +97,17 @@ def participate(
         "counts": counts,
         "empty": empty,
         "failed": ~empty & ~finite,
+        "uploads": keep(upload) if algorithm.reduce == "stack" else (),
     }
-    statistics = keep(arrived)
-    if algorithm.reduce == "stack":
-        outputs["statistics"] = statistics
-    else:
-        sums["statistics"] = jax.tree.map(lambda s: weight * s, statistics)
     return sums, outputs
 
 
-def _send(algorithm: Algorithm, codec: Codec, call: Call, visit: Visit, statistics):
-    """The statistics as they arrive at the server."""
+def _arrived(codec: Codec, call: Call, visit: Visit, upload):
+    """The upload as it arrives at the server."""
     if codec is IDENTITY:
-        return statistics
-    wire, server = algorithm.wire, call.message
-    upload = statistics if wire is None else wire.pack(server, statistics)
+        return upload
     key = derive(call.key, Purpose.ENCODE, call.round, visit.id)
-    upload = codec.decode(codec.encode(key, upload))
-    return upload if wire is None else wire.unpack(server, upload)
+    return codec.decode(codec.encode(key, upload))
 
 
 def next_server(
@@ -138,7 +135,7 @@ def next_server(
     participants = sums["participants"].astype(jnp.float32)
     if algorithm.reduce == "stack":
         aggregate = StackedAggregate(
-            outputs["statistics"], outputs["weight"], ids, participants, population
+            outputs["uploads"], outputs["weight"], ids, participants, population
         )
     else:
         aggregate = Aggregate(

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedvi import checks
-from fedvi.algorithm import Task
+from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
 from fedvi.local import minimise
-from fedvi.nn import Model
+from fedvi.nn import Model, parameter_count
 
 __all__ = [
     "classification_loss",
@@ -17,17 +16,19 @@ __all__ = [
     "gradient_only",
     "log_probabilities",
     "normal_init",
-    "predict_with_params",
+    "plain_loss",
+    "point_estimate",
     "quadratic_penalty",
     "quadratic_pull",
     "require_body",
+    "train_from",
 ]
 
 
 def require_body(task: Task, algorithm: str) -> None:
     """Raises `ValueError` if the model is all head, which `algorithm` freezes."""
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    if not jax.tree.leaves(shapes["body"]):
+    if not parameter_count(shapes["body"]):
         raise ValueError(
             f"model={task.model.name!r} has no body and {algorithm} trains only the "
             "body: use a model with hidden layers, or fedavg or fedprox"
@@ -40,15 +41,10 @@ def classification_loss(model: Model, params, batch):
 
 
 def normal_init(model: Model, key, std: float | None):
-    """Parameters from N(0, std²), biases included; None: the model's initialiser.
-
-    Raises:
-      ValueError: `std` is not positive.
-    """
+    """Parameters from N(0, std²), biases included; None: the model's initialiser."""
     params = model.init(key)
     if std is None:
         return params
-    checks.positive("init_std", std)
     noise = standard_normal_like(key, params)
     return jax.tree.map(lambda z: std * z, noise)
 
@@ -105,31 +101,53 @@ quadratic_pull = gradient_only(quadratic_penalty)
 
 def _like(precision, params):
     """One number for every leaf, unless there is a tree of them already."""
-    if isinstance(precision, (dict, list, tuple)):
-        return precision
-    return jax.tree.map(lambda _: precision, params)
+    if jax.tree_util.all_leaves([precision]):
+        return jax.tree.map(lambda _: precision, params)
+    return precision
 
 
-def finetune(task: Task, key, params, data):
-    """Trains body and head on one client's data by `task.finetuning`.
+def point_estimate(name: str, task: Task, params_of: Callable, **functions):
+    """The `Algorithm` of a method whose models are single values of the parameters.
+
+    The global model predicts with `params_of(server)`; a client fine-tunes those,
+    body and head, and predicts with what comes out.
 
     Args:
-      task: model and hyper-parameters.
-      key: typed PRNG key.
-      params: `{"body": ..., "head": ...}` to start from.
-      data: the client's `ClientData`.
+      name: of the method.
+      task: model and local training.
+      params_of: `(server) -> params`.
+      **functions: fields of `Algorithm`, in place of these or beside them.
     """
+    model = task.model
 
-    def loss(key, params, batch):
-        return classification_loss(task.model, params, batch)
+    def global_predictive(key, server, x, mask):
+        return log_probabilities(model, params_of(server), x, mask)[None]
 
-    return minimise(key, 0, params, data, task.finetuning, loss)[0]
-
-
-def predict_with_params(model: Model) -> Callable:
-    """The `personal_predictive` of an algorithm whose personal model is its params."""
+    def personalise(key, server, client, data):
+        return finetune(task, key, params_of(server), data)
 
     def personal_predictive(key, server, params, x, mask):
         return log_probabilities(model, params, x, mask)[None]
 
-    return personal_predictive
+    defaults = {
+        "global_predictive": global_predictive,
+        "personalise": personalise,
+        "personal_predictive": personal_predictive,
+    }
+    return Algorithm(name=name, **{**defaults, **functions})
+
+
+def train_from(task: Task, key, round, params, data):
+    """`task.training` of one client from `params`: (trained params, mean loss)."""
+    return minimise(key, round, params, data, task.training, plain_loss(task.model))
+
+
+def finetune(task: Task, key, params, data):
+    """`task.finetuning` of one client from `params`, body and head."""
+    loss = plain_loss(task.model)
+    return minimise(key, 0, params, data, task.finetuning, loss)[0]
+
+
+def plain_loss(model: Model) -> Callable:
+    """`classification_loss` as `minimise` calls it."""
+    return lambda key, params, batch: classification_loss(model, params, batch)

@@ -3,7 +3,10 @@
 Li et al., "Federated optimization in heterogeneous networks", MLSys 2020.
 """
 
-from fedvi import checks
+import dataclasses
+
+import optax
+
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
     classification_loss,
@@ -11,31 +14,43 @@ from fedvi.algorithms.common import (
     quadratic_pull,
 )
 from fedvi.algorithms.fedavg import fedavg
+from fedvi.algorithms.registry import builder
 from fedvi.local import minimise
+from fedvi.options import Options, option
 
-__all__ = ["fedprox"]
+__all__ = ["FedProx", "fedprox"]
 
 
-def fedprox(task: Task, *, mu: float = 0.01) -> Algorithm:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedProx(Options):
+    """Options of `fedprox`."""
+
+    mu: float = option(
+        0.01,
+        "μ, weight of the proximal term; 0 is FedAvg.",
+        source="FedHB §6",
+        at_least=0,
+        traced=True,
+    )
+
+
+@builder(FedProx)
+def fedprox(task: Task, options: FedProx) -> Algorithm:
     """Builds FedProx: FedAvg whose clients stay near the global model.
 
     A client minimises f_i(θ) + μ/2 ‖θ - θ_global‖², by gradient steps. Metrics: `loss`,
     the mean of f_i over the steps; `penalty`, the second term after the last of them.
-
-    Args:
-      task: model, local training, population.
-      mu: weight μ ≥ 0 of the proximal term; 0 is FedAvg. FedHB §6 uses 0.01.
     """
-    checks.at_least("mu", mu, 0)
 
     def client_update(key, round, server, client, data):
         def loss(key, params, batch):
-            proximal = quadratic_pull(params, server.params, mu)
+            proximal = quadratic_pull(params, server.params, options.mu)
             return classification_loss(task.model, params, batch) + proximal
 
         params, value = minimise(key, round, server.params, data, task.training, loss)
-        penalty = quadratic_penalty(params, server.params, mu)
+        penalty = quadratic_penalty(params, server.params, options.mu)
+        moved = optax.tree.sub(params, server.params)
         metrics = {"loss": value, "penalty": penalty}
-        return ClientOutput(params, data.size, metrics=metrics)
+        return ClientOutput(moved, data.size, metrics=metrics)
 
     return fedavg(task)._replace(name="fedprox", client_update=client_update)

@@ -40,7 +40,7 @@ class Messages(NamedTuple):
     """What one client and the server send each other in a round, as shapes.
 
     Attributes:
-      upload: what travels of the statistics (`Algorithm.wire`), before a codec.
+      upload: of a client, before a codec.
       weight: [] of the upload; no codec touches it.
       report: to the measure of importance by which clients are chosen; no codec.
       down: what `broadcast` lets through.
@@ -69,9 +69,7 @@ def messages(
         down = algorithm.broadcast(server)
         client = algorithm.init_client(key, server)
         output = algorithm.client_update(key, round, down, client, data)
-        upload, report = output.statistics, ()
-        if algorithm.wire is not None:
-            upload = algorithm.wire.pack(down, upload)
+        upload, report = output.upload, ()
         if measure is not None:
             report = measure.report(key, down, client, data)
         return Messages(upload, jnp.asarray(output.weight, jnp.float32), report, down)
@@ -83,7 +81,7 @@ def messages(
 def bytes_per_round(experiment: Experiment) -> RoundBytes:
     """Counts the bytes of a round.
 
-    Up: every participant's upload, by `Algorithm.wire` and the codec, and its weight.
+    Up: every participant's upload, by the codec, and its weight.
     Down: what `broadcast` lets through, to every participant. Where clients are chosen
     by their importance, every candidate gets that before, and the participants no
     second time; and every candidate's report goes up.

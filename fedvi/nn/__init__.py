@@ -9,7 +9,14 @@ from fedvi.nn.layers import (
     global_avg_pool,
     max_pool,
 )
-from fedvi.nn.model import Model, Params, from_flax, parameter_count
+from fedvi.nn.model import (
+    Model,
+    Params,
+    from_flax,
+    parameter_count,
+    regroup,
+    weight_paths,
+)
 from fedvi.nn.models import MODELS, build
 
 __all__ = [
@@ -26,4 +33,6 @@ __all__ = [
     "global_avg_pool",
     "max_pool",
     "parameter_count",
+    "regroup",
+    "weight_paths",
 ]

@@ -7,14 +7,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedvi import checks
+from fedvi.flat import Flat, flatten, trees
 from fedvi.local import cross_entropy
 from fedvi.nn import local_reparameterisation
 
-__all__ = ["Model", "Params", "from_flax", "parameter_count"]
+__all__ = [
+    "Model",
+    "Params",
+    "from_flax",
+    "parameter_count",
+    "regroup",
+    "weight_paths",
+]
 
-Params = dict[str, Any]
+Params = dict[str, Flat]
 
 
 def _no_local_draws(*_, **__) -> jax.Array:
@@ -24,8 +33,20 @@ def _no_local_draws(*_, **__) -> jax.Array:
     )
 
 
+def _no_other_groups(_) -> "Model":
+    raise ValueError(
+        "Model.regrouped is not given: build the model with from_flax to share other "
+        "weights than body and head"
+    )
+
+
 class Model(NamedTuple):
-    """A classifier whose parameters are `{"body": pytree, "head": pytree}`."""
+    """A classifier whose parameters are `{"body": Flat, "head": Flat}`.
+
+    Each group is one vector (`fedvi.flat`); `trees(params)` gives the layers. Functions
+    take either. A model made by hand may have plain trees in place of the vectors: all
+    algorithms work on them too, and compile longer.
+    """
 
     init: Callable[[jax.Array], Params]  # key -> float32 parameters
     # apply(params, x, mask=None) -> logits [batch, classes]; x raw [batch, ...];
@@ -35,13 +56,16 @@ class Model(NamedTuple):
     name: str
     classes: int
     # apply_local(key, mean, scale, x, mask=None) -> logits [batch, classes]: one draw
-    # under weights N(mean, scale²), two parameter trees, by activations; see
+    # under weights N(mean, scale²), two of parameters, by activations; see
     # `local_reparameterisation`
     apply_local: Callable[..., jax.Array] = _no_local_draws
     # loss(outputs, y, mask) -> scalar: mean of -log p(y|x, θ) over the real examples;
     # another likelihood makes it a regression, which can be trained but not evaluated:
     # predictions are log class probabilities
     loss: Callable[..., jax.Array] = cross_entropy
+    # regrouped(group_of): the same model with other groups than body and head;
+    # group_of: path of a weight, such as "head/classifier/kernel" -> its group's name
+    regrouped: Callable[[Callable[[str], str]], "Model"] = _no_other_groups
 
 
 def from_flax(
@@ -53,6 +77,7 @@ def from_flax(
     name: str | None = None,
     with_classes: Callable[[int], nn.Module] | None = None,
     dtype: jnp.dtype | str = "float32",
+    initialiser: Callable[[Callable], Callable] | None = None,
 ) -> Model:
     """Turns any `flax.linen` classifier into a `Model`.
 
@@ -72,6 +97,8 @@ def from_flax(
             optimiser keeps stay float32, and logits are float32. The body's weights
             are rounded each time they are used, and so are their gradients. A layer
             with a dtype of its own keeps it.
+        initialiser: makes, of the function from a key to the module's parameters,
+            another with the same distribution, such as `fedvi.nn.initialise.one_draw`.
 
     Raises:
         ValueError: the module has no top-level name `head`, has variables that are not
@@ -94,18 +121,31 @@ def from_flax(
 
     # Eager initialisers would compile one by one; XLA drops the forward pass.
     @jax.jit
-    def init(key: jax.Array) -> Params:
-        params = module.init(key, preprocess(example), **empty)["params"]
-        return {
-            "body": {k: v for k, v in params.items() if k not in heads},
-            "head": {k: params[k] for k in heads},
+    def init(key: jax.Array) -> dict[str, Any]:
+        return module.init(key, preprocess(example), **empty)["params"]
+
+    init = initialiser(init) if initialiser else init
+
+    def group_of_top(path: str) -> str:
+        return "head" if path.split("/")[0] in heads else "body"
+
+    def options_of(mask: jax.Array | None) -> dict[str, Any]:
+        return {"mask": mask} if masked else {}
+
+    def weights_of(params: Params) -> dict[str, Any]:
+        """The module's parameters; the body's rounded to `dtype`."""
+        flat = {}
+        for tree in trees(params).values():
+            flat |= flatten_dict(tree, sep="/")
+        body = {
+            k: _round(v, dtype) for k, v in flat.items() if group_of_top(k) == "body"
         }
+        return unflatten_dict(flat | body, sep="/")
 
     def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        options = {"mask": mask} if masked else {}
-        params = _merge(_round_body(params, dtype))
         x = _round(preprocess(x), dtype)
-        return module.apply({"params": params}, x, **options).astype(jnp.float32)
+        variables = {"params": weights_of(params)}
+        return module.apply(variables, x, **options_of(mask)).astype(jnp.float32)
 
     def apply_local(
         key: jax.Array,
@@ -114,11 +154,9 @@ def from_flax(
         x: jax.Array,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        options = {"mask": mask} if masked else {}
-        mean, scale = (_merge(_round_body(tree, dtype)) for tree in (mean, scale))
         x = _round(preprocess(x), dtype)
         return local_reparameterisation.apply_local(
-            key, module, mean, scale, x, **options
+            key, module, weights_of(mean), weights_of(scale), x, **options_of(mask)
         ).astype(jnp.float32)
 
     def rebuild(classes: int) -> Model:
@@ -139,23 +177,61 @@ def from_flax(
             name=name,
             with_classes=with_classes,
             dtype=dtype,
+            initialiser=initialiser,
         )
 
-    return Model(init, apply, rebuild, name, logits.shape[-1], apply_local)
+    def grouped(group_of: Callable[[str], str], names: tuple[str, ...]) -> Model:
+        """The model whose groups of weights are named by their paths."""
+
+        @jax.jit
+        def init_groups(key: jax.Array) -> Params:
+            groups = {group: {} for group in names}
+            for path, leaf in flatten_dict(init(key), sep="/").items():
+                groups[group_of(f"{group_of_top(path)}/{path}")][path] = leaf
+            return {g: flatten(unflatten_dict(t, sep="/")) for g, t in groups.items()}
+
+        def regrouped(group_of: Callable[[str], str]) -> Model:
+            paths = flatten_dict(jax.eval_shape(init, jax.random.key(0)), sep="/")
+            found = (group_of(f"{group_of_top(path)}/{path}") for path in paths)
+            return grouped(group_of, tuple(sorted(set(found))))
+
+        return Model(
+            init_groups,
+            apply,
+            rebuild,
+            name,
+            logits.shape[-1],
+            apply_local,
+            regrouped=regrouped,
+        )
+
+    return grouped(lambda path: path.split("/")[0], ("body", "head"))
+
+
+def regroup(model: Model, group_of: Callable[[str], str]) -> Model:
+    """The same model, its parameters grouped in another way.
+
+    Args:
+        model: from `from_flax` or `fedvi.nn.build`.
+        group_of: path of a weight, such as `head/classifier/kernel`, to the name of
+            its group, of which the parameters then are a dict.
+
+    Raises:
+        ValueError: a model made by hand that does not say how.
+    """
+    return model.regrouped(group_of)._replace(loss=model.loss)
+
+
+def weight_paths(model: Model) -> list[str]:
+    """The paths of a model's weights as `regroup` sees them, in order."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    paths = flatten_dict(jax.eval_shape(trees, shapes), sep="/")
+    return list(paths)
 
 
 def parameter_count(params: Any) -> int:
     """Number of weights in a pytree of arrays (or of their shapes)."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def _merge(params: Params) -> dict[str, Any]:
-    return {**params["body"], **params["head"]}
-
-
-def _round_body(params: Params, dtype: str) -> Params:
-    body = jax.tree.map(lambda leaf: _round(leaf, dtype), params["body"])
-    return {**params, "body": body}
 
 
 def _round(x: jax.Array, dtype: str) -> jax.Array:

@@ -215,22 +215,17 @@ def build(
     _check_size(name, input_shape, preprocess)
     module = MODELS[name](classes=classes, **options)
     model = from_flax(
-        module, input_shape, head=HEAD, preprocess=preprocess, name=name, dtype=dtype
+        module,
+        input_shape,
+        head=HEAD,
+        preprocess=preprocess,
+        name=name,
+        dtype=dtype,
+        initialiser=one_draw,
     )
-
-    def with_classes(other: int) -> Model:
-        return build(
-            name,
-            classes=other,
-            input_shape=input_shape,
-            preprocess=preprocess,
-            dtype=dtype,
-            **options,
-        )
-
     if name == "binary_logistic":
         model = model._replace(loss=_binary_cross_entropy)
-    return model._replace(init=one_draw(model.init), with_classes=with_classes)
+    return model
 
 
 def _binary_cross_entropy(logits: jax.Array, y: jax.Array, mask: jax.Array):

@@ -1,0 +1,129 @@
+"""Pytrees of arrays as one long vector with a static layout, and back.
+
+XLA compiles, launches and schedules an operation once for every array: on 60 small ones
+a mean-field ResNet-18 round took five times longer to compile than on two vectors. What
+algorithms carry, add up, decay and draw noise for is therefore `Flat`; a network, and
+whoever needs columns, layers or names, takes the tree as a view.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Flat", "Layout", "flatten", "like_flats", "map_layers", "trees"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a vector falls into the leaves of a tree. Static, hashable.
+
+    Attributes:
+      treedef: structure of the tree.
+      shapes: of its leaves, in order.
+    """
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of values of each leaf."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    def vector(self, leaves: list[Any]) -> jax.Array:
+        """`[size]` from one value, or one array of its shape, for each leaf."""
+        if not leaves:
+            return jnp.zeros(0)
+        parts = zip(leaves, self.shapes, self.sizes, strict=True)
+        return jnp.concatenate(
+            [jnp.broadcast_to(leaf, shape).reshape(size) for leaf, shape, size in parts]
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Flat:
+    """A pytree of arrays of one dtype as one vector: a pytree node with one leaf.
+
+    `jax.tree.map` over several of one layout sees their vectors. Leading axes, such as
+    clients or particles, are the vector's.
+
+    Attributes:
+      vector: `[..., size]`.
+      layout: static.
+    """
+
+    vector: jax.Array
+    layout: Layout = field(metadata={"static": True})
+
+    def tree(self) -> Any:
+        """The tree, leaves `[..., *shape]`: a view, from which a gradient flows back
+        as one vector."""
+        lead = self.vector.shape[:-1]
+        leaves = []
+        if self.layout.shapes:
+            leaves = jax.lax.split(self.vector, self.layout.sizes, axis=len(lead))
+        shaped = (x.reshape(*lead, *s) for x, s in zip(leaves, self.layout.shapes))
+        return self.layout.treedef.unflatten(shaped)
+
+
+def flatten(tree: Any) -> Flat:
+    """One vector of all leaves of a tree, in the order of `jax.tree.leaves`.
+
+    Args:
+      tree: pytree of arrays without leading axes.
+
+    Raises:
+      ValueError: leaves of several dtypes.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    dtypes = sorted({str(jnp.result_type(leaf)) for leaf in leaves})
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"parameters of dtypes {', '.join(dtypes)} make no one vector: give all "
+            "of them one dtype"
+        )
+    layout = Layout(treedef, tuple(jnp.shape(leaf) for leaf in leaves))
+    return Flat(layout.vector(leaves), layout)
+
+
+def trees(pytree: Any) -> Any:
+    """The pytree with every `Flat` in it replaced by its tree."""
+    return jax.tree.map(
+        lambda node: node.tree() if _is_flat(node) else node, pytree, is_leaf=_is_flat
+    )
+
+
+def like_flats(tree: Any, like: Any) -> Any:
+    """The reverse of `trees`: the `Flat`s stand where `like` has them.
+
+    Raises:
+      ValueError: a tree of another structure or other shapes than `like` has there.
+    """
+
+    def restore(node, part):
+        if not _is_flat(node):
+            return part
+        flat = flatten(part)
+        if flat.layout != node.layout:
+            raise ValueError(
+                f"a tree of shapes {flat.layout.shapes} stands where "
+                f"{node.layout.shapes} belong"
+            )
+        return flat
+
+    return jax.tree.map(restore, like, tree, is_leaf=_is_flat)
+
+
+def map_layers(fn: Callable, pytree: Any) -> Any:
+    """`fn(leaf)` for every layer's array: `Flat`s are seen, and given back, as trees
+    of which `fn` may change the leaves."""
+    return jax.tree.map(fn, trees(pytree))
+
+
+def _is_flat(node: Any) -> bool:
+    return isinstance(node, Flat)

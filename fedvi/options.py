@@ -1,0 +1,159 @@
+"""Options: name, default, range, help and source of each, stated once.
+
+A family of options is a frozen dataclass; a method that takes another's inherits from
+it. Builders, checks, flags, `--help`, `config.json` and docstrings read the same fields.
+"""
+
+import dataclasses
+import math
+import numbers
+import types
+import typing
+from typing import Any, Literal
+
+import jax
+
+__all__ = ["Options", "check", "describe", "kinds_of", "option"]
+
+_BOUNDS = {
+    "at_least": ("at least", lambda value, bound: value >= bound),
+    "above": ("above", lambda value, bound: value > bound),
+    "at_most": ("at most", lambda value, bound: value <= bound),
+    "below": ("below", lambda value, bound: value < bound),
+}
+_KINDS = {
+    bool: ("True or False", bool),
+    int: ("a whole number", numbers.Integral),
+    float: ("a number", numbers.Real),
+    str: ("text", str),
+}
+
+
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    source: str = "",
+    choices: Any = None,
+    traced: bool = False,
+    **bounds: float,
+) -> Any:
+    """One option: a dataclass field.
+
+    Args:
+      default: its value unless given. None is a value only where it is the default.
+      meaning: what it means, in one line or a few; first sentence alone in `--help`.
+      source: where the default is from: a paper's section, its code, our measurement.
+      choices: the values it may take, if not all of the annotation's type; an annotation
+        `Literal[...]` says so by itself.
+      traced: it is a number in a formula, and may be a value that JAX traces; else it
+        decides shapes or which functions run, and is static.
+      **bounds: of `at_least, above, at_most, below`.
+    """
+    if unknown := set(bounds) - set(_BOUNDS):
+        raise TypeError(f"option has no bound {sorted(unknown)}")
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": meaning,
+            "source": source,
+            "choices": choices,
+            "traced": traced,
+            "bounds": bounds,
+        },
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of the options of algorithms: checked when they are made.
+
+    Raises:
+      ValueError: a value of another kind than its option's, outside its range or not
+        among its choices; names option, value and what would be right.
+    """
+
+    def __post_init__(self):
+        check(self)
+
+
+def kinds_of(hint: Any) -> tuple[type, ...]:
+    """The types of an annotation, None left out; a `Literal` stands for its values'."""
+    if typing.get_origin(hint) is Literal:
+        return tuple({type(value) for value in typing.get_args(hint)})
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        parts = [kinds_of(part) for part in typing.get_args(hint)]
+        return tuple(kind for part in parts for kind in part if kind is not type(None))
+    return (typing.get_origin(hint) or hint,)
+
+
+def choices_of(field: dataclasses.Field, hint: Any) -> tuple[Any, ...] | None:
+    """The values that an option may take; None: all of its type."""
+    if typing.get_origin(hint) is Literal:
+        return typing.get_args(hint)
+    choices = field.metadata.get("choices")
+    return None if choices is None else tuple(choices)
+
+
+def check(options: Any) -> None:
+    """Checks every option of a dataclass on its own.
+
+    Raises:
+      ValueError: as `Options`.
+    """
+    hints = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        if "bounds" in field.metadata:
+            _check_one(field, hints[field.name], getattr(options, field.name))
+
+
+def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
+    name, bounds = field.name, field.metadata["bounds"]
+    if value is None and field.default is None:
+        return
+    if isinstance(value, jax.core.Tracer):
+        if not field.metadata["traced"]:
+            raise ValueError(
+                f"{name} is static and cannot be traced: give a plain value"
+            )
+        return
+    choices = choices_of(field, hint)
+    if choices is not None:
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
+        return
+    wanted = " and ".join(f"{_BOUNDS[key][0]} {b}" for key, b in bounds.items())
+    kinds = [kind for kind in kinds_of(hint) if kind in _KINDS]
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        what = " or ".join(_KINDS[kind][0] for kind in kinds)
+        raise ValueError(f"{name}={value!r} must be {what} {wanted}".rstrip())
+    if isinstance(value, str) or not isinstance(value, numbers.Real):
+        return
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be a finite number {wanted}".rstrip())
+    if not all(_BOUNDS[key][1](value, bound) for key, bound in bounds.items()):
+        raise ValueError(f"{name}={value} must be {wanted}")
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if getattr(value, "shape", None) == () and kind in (int, float):
+        return True  # a concrete array of one number
+    return isinstance(value, _KINDS[kind][1])
+
+
+def describe(options: type) -> str:
+    """The options of a class as the `Args:` of a docstring: default, help and source."""
+    hints = typing.get_type_hints(options)
+    lines = []
+    for field in dataclasses.fields(options):
+        facts = [f"default {field.default}"]
+        if choices := choices_of(field, hints[field.name]):
+            facts.insert(0, " | ".join(map(str, choices)))
+        if bounds := field.metadata["bounds"]:
+            facts += [f"{_BOUNDS[key][0]} {bound}" for key, bound in bounds.items()]
+        if field.metadata["source"]:
+            facts.append(field.metadata["source"])
+        lines.append(f"  {field.name}: {field.metadata['help']} ({', '.join(facts)})")
+    return "\n".join(lines)
