@@ -173,7 +173,7 @@ class Algorithm(NamedTuple):
       posterior: `(server) -> distrax.Distribution` over the model's parameter tree, the
         global posterior; of a clustered method that of one cluster, as `assign` gives
         it. None: the method has point estimates only.
-      personal_posterior: `(server, personal) -> distrax.Distribution`, that of a client.
+      personal_posterior: `(server, personal) -> distrax.Distribution`, a client's.
     """
 
     name: str
