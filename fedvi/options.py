@@ -1,7 +1,7 @@
 """Options: name, default, range, help and source of each, stated once.
 
 A family of options is a frozen dataclass; a method that takes another's inherits from
-it. Builders, checks, flags, `--help`, `config.json` and docstrings read the same fields.
+it. Builders, checks, flags, `--help`, `config.json` and docstrings read these fields.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def option(
       default: its value unless given. None is a value only where it is the default.
       meaning: what it means, in one line or a few; first sentence alone in `--help`.
       source: where the default is from: a paper's section, its code, our measurement.
-      choices: the values it may take, if not all of the annotation's type; an annotation
+      choices: the values it may take, if not all of the annotation's type; a
         `Literal[...]` says so by itself.
       traced: it is a number in a formula, and may be a value that JAX traces; else it
         decides shapes or which functions run, and is static.
@@ -144,7 +144,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def describe(options: type) -> str:
-    """The options of a class as the `Args:` of a docstring: default, help and source."""
+    """The options of a class as a docstring lists them: default, help and source."""
     hints = typing.get_type_hints(options)
     lines = []
     for field in dataclasses.fields(options):

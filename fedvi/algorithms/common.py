@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
+from fedvi.flat import trees
 from fedvi.local import minimise
 from fedvi.nn import Model, parameter_count
 
@@ -62,9 +63,11 @@ def quadratic_penalty(params, centre, precision):
       centre: μ, same structure.
       precision: w, same structure, or one number for all.
     """
-    precision = _like(precision, params)
+    if jax.tree_util.all_leaves([precision]):  # one number for all
+        precision = jax.tree.map(lambda _: precision, params)
     terms = jax.tree.map(
-        lambda p, c, w: jnp.sum(w * jnp.square(p - c)), params, centre, precision
+        lambda p, c, w: jnp.sum(w * jnp.square(p - c)),
+        *trees((params, centre, precision)),
     )
     return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
 
@@ -97,13 +100,6 @@ def gradient_only(penalty: Callable) -> Callable:
 
 quadratic_pull = gradient_only(quadratic_penalty)
 """`quadratic_penalty` for descent."""
-
-
-def _like(precision, params):
-    """One number for every leaf, unless there is a tree of them already."""
-    if jax.tree_util.all_leaves([precision]):
-        return jax.tree.map(lambda _: precision, params)
-    return precision
 
 
 def point_estimate(name: str, task: Task, params_of: Callable, **functions):

@@ -33,8 +33,8 @@ def builder(options: type[Options] = Options) -> Callable:
             for name, value in given.items():
                 if name not in known:
                     raise ValueError(
-                        f"{name}={value!r} is no option of {make.__name__}, which takes "
-                        f"{', '.join(known) or 'none'}"
+                        f"{name}={value!r} is no option of {make.__name__}, which "
+                        f"takes {', '.join(known) or 'none'}"
                     )
             return make(task, options(**given))
 

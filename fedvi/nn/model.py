@@ -137,10 +137,9 @@ def from_flax(
         flat = {}
         for tree in trees(params).values():
             flat |= flatten_dict(tree, sep="/")
-        body = {
-            k: _round(v, dtype) for k, v in flat.items() if group_of_top(k) == "body"
-        }
-        return unflatten_dict(flat | body, sep="/")
+        body = (path for path in flat if group_of_top(path) == "body")
+        rounded = {path: _round(flat[path], dtype) for path in body}
+        return unflatten_dict(flat | rounded, sep="/")
 
     def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         x = _round(preprocess(x), dtype)
