@@ -1,5 +1,8 @@
 """Variational-Bayesian federated learning in JAX: a whole round is one jitted call."""
 
+import importlib
+
+from fedvi import algorithms, codecs, data, distributions, nn, selection, stein
 from fedvi.algorithm import (
     Aggregate,
     Algorithm,
@@ -8,9 +11,12 @@ from fedvi.algorithm import (
     StackedAggregate,
     Task,
 )
+from fedvi.cohort import clients_mesh
 from fedvi.data import ClientData
 from fedvi.federation import Federation, RoundMetrics, State
+from fedvi.flat import Flat, flatten, trees
 from fedvi.local import LocalTraining
+from fedvi.options import Options, option
 from fedvi.streaming import StreamedFederation
 
 __version__ = "0.1.0"
@@ -21,11 +27,32 @@ __all__ = [
     "ClientData",
     "ClientOutput",
     "Federation",
+    "Flat",
     "Importance",
     "LocalTraining",
+    "Options",
     "RoundMetrics",
     "StackedAggregate",
     "State",
     "StreamedFederation",
     "Task",
+    "algorithms",
+    "clients_mesh",
+    "codecs",
+    "data",
+    "distributions",
+    "experiment",
+    "flatten",
+    "nn",
+    "option",
+    "selection",
+    "stein",
+    "trees",
 ]
+
+
+def __getattr__(name: str):
+    """`fedvi.experiment` when it is first asked for: notebooks often do without."""
+    if name == "experiment":
+        return importlib.import_module("fedvi.experiment")
+    raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
@@ -43,6 +44,32 @@ class Task(NamedTuple):
     finetuning: LocalTraining
     clients: int
     samples: int
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        train: Any,
+        training: LocalTraining | None = None,
+        finetuning: LocalTraining | None = None,
+        candidates: Any = None,
+    ) -> "Task":
+        """The task of these clients, whose numbers come from their data.
+
+        Args:
+          model: the network.
+          train: all clients' training data: `ClientData` with leaves `[clients, ...]`,
+            or a `fedvi.data.ClientSource`.
+          training: in a round; None: the defaults of `LocalTraining`, FedBABU's.
+          finetuning: of personalisation; None: FedBABU's five epochs, rate 1e-3.
+          candidates: ids of the clients that may take part; None: all.
+        """
+        sizes = np.asarray(train.size)
+        sizes = sizes if candidates is None else sizes[np.asarray(candidates)]
+        clients, samples = int((sizes > 0).sum()), int(sizes.sum())
+        training = training or LocalTraining()
+        finetuning = finetuning or LocalTraining(epochs=5, learning_rate=1e-3)
+        return cls(model, training, finetuning, clients, samples)
 
 
 class ClientOutput(NamedTuple):
@@ -174,6 +201,9 @@ class Algorithm(NamedTuple):
         global posterior; of a clustered method that of one cluster, as `assign` gives
         it. None: the method has point estimates only.
       personal_posterior: `(server, personal) -> distrax.Distribution`, a client's.
+      population: `(clients, samples)` of the task that it was built for, which a
+        builder (`fedvi.algorithms.builder`) notes: a federation of others refuses it.
+        None: it does not depend on them.
     """
 
     name: str
@@ -192,3 +222,4 @@ class Algorithm(NamedTuple):
     reduce: Literal["sum", "stack"] = "sum"
     posterior: Callable[[Server], Any] | None = None
     personal_posterior: Callable[[Server, Personal], Any] | None = None
+    population: tuple[int, int] | None = None

@@ -1,8 +1,18 @@
 """A user's mistakes, named in one line before anything is compiled."""
 
 import math
+import numbers
 
-__all__ = ["at_least", "finite", "fraction", "one_of", "open_unit", "positive"]
+__all__ = [
+    "at_least",
+    "finite",
+    "fraction",
+    "one_of",
+    "open_unit",
+    "positive",
+    "same_clients",
+    "whole",
+]
 
 
 def one_of(name: str, value, choices) -> None:
@@ -39,3 +49,18 @@ def open_unit(name: str, value) -> None:
     """Raises `ValueError` unless `0 < value < 1` (NaN fails)."""
     if not 0 < value < 1:
         raise ValueError(f"{name}={value!r} must lie strictly between 0 and 1")
+
+
+def whole(name: str, value) -> None:
+    """Raises `ValueError` unless `value` is a whole number of at least 1."""
+    if not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+
+
+def same_clients(train: int, test: int) -> None:
+    """Raises `ValueError` unless train and test data are of as many clients."""
+    if train != test:
+        raise ValueError(
+            f"test holds {test} clients and train {train}: they must be the same "
+            "clients"
+        )

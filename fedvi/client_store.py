@@ -13,17 +13,18 @@ import numpy as np
 __all__ = ["ClientStore"]
 
 INDEX = "index.npz"
+BEFORE = "index_before.npz"
 MINIMUM = 64  # slots
 
 
 class ClientStore:
     """States of the clients that took part so far, one slot each.
 
-    Slots that the last `commit` refers to are not written to before the next one:
-    a process that is killed at any moment leaves the last commit (a machine that loses
-    its power may not). A client thus takes up to two slots. In a folder slots are
-    mapped files; in memory stay eight bytes a client of the population and four a free
-    slot.
+    Slots that the last `commit` refers to are not written to before the next one is
+    settled: a process that is killed at any moment leaves the last commit, or between
+    `commit` and `settle` both (a machine that loses its power may not). A client thus
+    takes up to two slots. In a folder slots are mapped files; in memory stay eight
+    bytes a client of the population and four a free slot.
 
     Args:
       like: pytree of shapes and types of ONE client's state; typed keys are allowed.
@@ -44,9 +45,13 @@ class ClientStore:
         self._arrays = [np.empty((0, *s.shape), s.dtype) for s in self._leaves]
         self._free = np.empty(0, np.int32)
         self.note: dict[str, Any] = {}
+        self._replaced = np.empty(0, np.int32)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if (self._folder / INDEX).exists():
+            index, before = self._folder / INDEX, self._folder / BEFORE
+            if before.exists() and not index.exists():
+                before.replace(index)
+            if index.exists():
                 self._take_over()
         self._committed = self._index.copy()
 
@@ -93,6 +98,8 @@ class ClientStore:
     def commit(self, note: dict[str, Any] | None = None) -> None:
         """Makes what was written since the last time permanent, all or nothing.
 
+        The commit before stays too, until `settle`.
+
         Args:
           note: JSON-like; kept in `note`, such as the round that the states belong to.
         """
@@ -103,8 +110,30 @@ class ClientStore:
                     array.flush()
             self._save_index()
         replaced = self._committed[self._committed != self._index]
-        self._free = np.concatenate([self._free, replaced[replaced >= 0]])
+        self._replaced = np.concatenate([self._replaced, replaced[replaced >= 0]])
         self._committed = self._index.copy()
+
+    def settle(self) -> None:
+        """Forgets the commit before the last one."""
+        if self._folder is not None:
+            (self._folder / BEFORE).unlink(missing_ok=True)
+        self._free = np.concatenate([self._free, self._replaced])
+        self._replaced = self._replaced[:0]
+
+    def pick(self, note: dict[str, Any]) -> bool:
+        """Of a store whose last commit was not settled, goes back to the one before if
+        that is the one of this note; and settles."""
+        if self._folder is None or not (self._folder / BEFORE).exists():
+            return False
+        before = self._folder / BEFORE
+        found = self._read_index(before)[1]["note"] == note
+        if found:
+            before.replace(self._folder / INDEX)
+            self._take_over()
+            self._committed = self._index.copy()
+        elif note == self.note:
+            self.settle()
+        return found
 
     def rollback(self) -> None:
         """Forgets what was written since the last `commit`."""
@@ -173,18 +202,22 @@ class ClientStore:
             np.savez(file, index=self._index, header=text)
             file.flush()
             os.fsync(file.fileno())
+        if (self._folder / INDEX).exists():
+            (self._folder / INDEX).replace(self._folder / BEFORE)
         temporary.replace(self._folder / INDEX)
 
-    def _take_over(self) -> None:
-        path = self._folder / INDEX
+    def _read_index(self, path: Path) -> tuple[np.ndarray, dict[str, Any]]:
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
-                index, header = saved["index"], json.loads(saved["header"].tobytes())
+                return saved["index"], json.loads(saved["header"].tobytes())
         except Exception as error:  # zipfile's, numpy's and json's are many
             raise ValueError(
                 f"cannot read {path} ({error}): it is damaged; delete the folder and "
                 "start again"
             ) from error
+
+    def _take_over(self) -> None:
+        index, header = self._read_index(self._folder / INDEX)
         leaves = [[list(s.shape), str(s.dtype)] for s in self._leaves]
         if header["leaves"] != leaves or index.shape != self._index.shape:
             raise ValueError(

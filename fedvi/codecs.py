@@ -1,11 +1,11 @@
-"""Upload codecs: what of a client's statistics is sent, in how many bytes.
+"""Upload codecs: how a client's upload is written, in how many bytes.
 
-`fedvi.participation` applies them to one client's upload, after `Algorithm.wire`, which
-says what travels. Leaves that are no floats are sent as they are.
+A federation applies them to `ClientOutput.upload`, before `Algorithm.statistics`.
+Leaves that are no floats are sent as they are.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fedvi import checks
 from fedvi.distributions.draws import draw_like
+from fedvi.flat import Flat, Layout
 
 __all__ = [
     "BFLOAT16",
@@ -48,24 +49,31 @@ class Codec(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Coded:
-    """One leaf of a payload: values × scale.
+    """One array of a payload: values × scale.
 
     Attributes:
-      values: the leaf's shape, in few bytes.
-      scale: [] float32; None: 1, and not sent.
-      dtype: of the leaf. Static, and not sent: both ends know it.
+      values: the array's shape, in few bytes.
+      scale: [] float32, of a `Flat`'s vector `[layers]`; None: 1, and not sent.
+      dtype: of the array. Static, and not sent: both ends know it.
+      layout: of the `Flat` whose vector it is; None: of none. Static.
     """
 
     values: jax.Array
     scale: jax.Array | None
     dtype: Any = field(metadata={"static": True})
+    layout: Layout | None = field(default=None, metadata={"static": True})
 
     def restored(self) -> jax.Array:
-        """The leaf as it arrives."""
+        """The array as it arrives."""
         values = self.values.astype(jnp.float32)
         if self.scale is not None:
-            values = values * self.scale
+            values = values * _spread(self.scale, self.layout)
         return values.astype(self.dtype)
+
+
+def _spread(scale: jax.Array, layout: Layout | None) -> jax.Array:
+    """`[]`, or for every value of a `Flat`'s vector its layer's."""
+    return scale if layout is None else layout.vector(list(scale))
 
 
 def _round_to_bfloat16(key: jax.Array, upload: Any) -> Any:
@@ -80,24 +88,37 @@ def _round_to_bfloat16(key: jax.Array, upload: Any) -> Any:
 
 
 def _quantise_to_int8(key: jax.Array, upload: Any) -> Any:
-    leaves, structure = jax.tree.flatten(upload)
-    floats = [leaf.astype(jnp.float32) for leaf in leaves if _is_float(leaf)]
+    nodes, structure = jax.tree.flatten(upload, is_leaf=lambda x: isinstance(x, Flat))
+    floats = [
+        leaf.astype(jnp.float32) for leaf in jax.tree.leaves(upload) if _is_float(leaf)
+    ]
     if not floats:
         return upload
     draws = iter(draw_like(partial(jax.random.uniform, key), floats))
 
-    def leaf(x):
+    def code(x, layout=None):
         values = x.astype(jnp.float32)
-        # A NaN or an infinity becomes the scale's, and so the whole leaf's.
-        scale = jnp.max(jnp.abs(values), initial=0) / 127
-        steps = values / jnp.where(scale > 0, scale, 1)  # zeros without 0/0
+        # A NaN or an infinity becomes the scale's, and so the whole layer's.
+        if layout is None:
+            scale = jnp.max(jnp.abs(values), initial=0) / 127
+        else:
+            layers = jax.tree.leaves(Flat(jnp.abs(values), layout).tree())
+            scale = jnp.array([jnp.max(a, initial=0) for a in layers]) / 127
+        spread = _spread(scale, layout)
+        steps = values / jnp.where(spread > 0, spread, 1)  # zeros without 0/0
         low = jnp.floor(steps)
         # Not floor(steps + u), whose sum would be rounded.
-        rounded = low + (next(draws) < steps - low)
-        return Coded(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale, x.dtype)
+        rounded = jnp.clip(low + (next(draws) < steps - low), -127, 127)
+        return Coded(rounded.astype(jnp.int8), scale, x.dtype, layout)
 
-    coded = [leaf(x) if _is_float(x) else x for x in leaves]
-    return jax.tree.unflatten(structure, coded)
+    def leaf(node):
+        if not isinstance(node, Flat):
+            return code(node) if _is_float(node) else node
+        if not _is_float(node.vector):
+            return node
+        return replace(node, vector=code(node.vector, node.layout))
+
+    return jax.tree.unflatten(structure, [leaf(node) for node in nodes])
 
 
 def _restore(payload: Any) -> Any:
@@ -119,7 +140,7 @@ BFLOAT16 = Codec("bfloat16", _round_to_bfloat16, _restore)
 """Two bytes a value, rounded to nearest: relative error at most 2⁻⁸."""
 
 INT8 = Codec("int8", _quantise_to_int8, _restore)
-"""A byte a value and a float32 scale a leaf, with stochastic rounding.
+"""A byte a value and a float32 scale a layer, with stochastic rounding.
 
 scale = max|x| / 127. E[decode(encode(x))] = x and |decode(encode(x)) - x| <= scale, up
 to float32 rounding; zeros stay zeros.

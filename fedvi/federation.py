@@ -1,6 +1,9 @@
 """The federated round: the only place that knows that there are many clients."""
 
+import copy
+import functools
 import numbers
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,26 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedvi import checks, client_evaluation, contract
-from fedvi.algorithm import Algorithm
+from fedvi import checks, contract, visit
+from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.cohort import MODEL_AXIS, map_reduce
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
+from fedvi.flat import has_flats
 from fedvi.keys import Purpose, derive
-from fedvi.participation import Call, Visit, next_server, participate, report
 from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
+from fedvi.visit import Call, Visit
 
-__all__ = ["Federation", "RoundMetrics", "State"]
+__all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "take"]
 
 
 class State(NamedTuple):
     """All that a run consists of; a checkpoint of it continues bit for bit.
 
+    The state of several runs, such as seeds, has all leaves stacked, `[runs, ...]`.
+
     Attributes:
       server: the algorithm's server state.
-      clients: the algorithm's client states, leaves `[clients, ...]`.
+      clients: the algorithm's client states, leaves `[clients, ...]`; () where they
+        are kept on disk.
       round: [] int32, rounds done.
       key: [] typed PRNG key, the run's root; never changes.
     """
@@ -59,7 +66,231 @@ class RoundMetrics(NamedTuple):
     choice: Choice | tuple[()] = ()
 
 
-class Federation:
+class BaseFederation:
+    """What federations of clients in memory and on disk share: checks, compiled
+    programs and the calls that do not depend on where clients are.
+
+    Args:
+      algorithm: see `fedvi.algorithm`.
+      sizes: `[clients]`, numbers of training examples.
+      train: stacked `ClientData` of any number of clients: its shapes are looked at.
+      test: the same, of what is evaluated on.
+      selection: None: full participation.
+      chunk_size, mesh, eval_batch_size, codec: as of `Federation`.
+
+    Attributes:
+      clients: number of clients.
+      population: N, those with data that the selection may pick.
+      messages: what is sent, `fedvi.contract.Messages`.
+      compile_seconds: spent on tracing and compiling so far.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        sizes: np.ndarray,
+        train: ClientData,
+        test: ClientData,
+        *,
+        selection: Selection | None,
+        chunk_size: int | None,
+        mesh: Mesh | None,
+        eval_batch_size: int,
+        codec: Codec,
+    ):
+        if chunk_size is not None:
+            checks.at_least("chunk_size", chunk_size, 1)
+        checks.at_least("eval_batch_size", eval_batch_size, 1)
+        self.clients = len(sizes)
+        self.selection = selection or full(self.clients)
+        if self.selection.clients != self.clients:
+            raise ValueError(
+                f"selection chooses from {self.selection.clients} clients, but train "
+                f"holds {self.clients}"
+            )
+        candidates = self.selection.candidates
+        sizes = np.asarray(sizes) if candidates is None else sizes[candidates]
+        self.population = int((sizes > 0).sum())
+        if self.population == 0:
+            raise ValueError(
+                "train holds no example: every client is empty, or every one that "
+                "selection may pick"
+            )
+        self.messages = contract.check(algorithm, train, test, self.population, codec)
+        contract.check_selection(algorithm, self.selection)
+        contract.check_population(algorithm, self.population, int(sizes.sum()))
+        self.algorithm, self.codec = algorithm, codec
+        self.chunk_size, self.mesh = chunk_size, mesh
+        self.eval_batch_size = eval_batch_size
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.compile_seconds = 0.0
+        self._jits: dict[Any, Any] = {}
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+
+    def variant(self, **changes):
+        """The same federation with other attributes, checked before: its clients in
+        other groups (`chunk_size`, `runs_at_once`), or an `algorithm` that differs in
+        personalisation only. Its programs are compiled anew."""
+        other = copy.copy(self)
+        other.__dict__ |= changes
+        other._fresh()
+        return other
+
+    # Programs.
+
+    def _jit(self, name: Any, function: Callable, **options) -> Callable:
+        if name not in self._jits:
+            self._jits[name] = jax.jit(function, **options)
+        return self._jits[name]
+
+    def _compile(self, name: Any, jitted, *arguments, **static) -> jax.stages.Compiled:
+        """Ahead of time; the next call of `jitted` finds what was compiled."""
+        name = (name, *static.items())
+        if name not in self._compiled:
+            start = time.perf_counter()
+            self._compiled[name] = jitted.lower(*arguments, **static).compile()
+            self.compile_seconds += time.perf_counter() - start
+        return self._compiled[name]
+
+    def _call(self, name: Any, jitted: Callable, *arguments, **static) -> Any:
+        self._compile(name, jitted, *arguments, **static)
+        return jitted(*arguments, **static)
+
+    def _over_clients(self, function: Callable, operands, items, **options):
+        return map_reduce(
+            function,
+            operands,
+            items,
+            chunk_size=self.chunk_size,
+            mesh=self.mesh,
+            **options,
+        )
+
+    # The user's calls that are the same wherever clients are.
+
+    def round(self, state: State) -> tuple[State, RoundMetrics]:
+        """One round. Donates `state`."""
+        state, metrics = self.rounds(state, 1)
+        lead = state.key.ndim
+        return state, jax.tree.map(lambda leaf: leaf.squeeze(lead), metrics)
+
+    def finite(self, state: State) -> jax.Array:
+        """Whether the server's state is finite: [] bool, of several runs `[runs]`."""
+        several = state.key.ndim > 0
+        function = jax.vmap(visit.all_finite) if several else visit.all_finite
+        jitted = self._jit(("finite", several), function)
+        return self._call(("finite", several), jitted, state.server)
+
+    def posterior(self, state: State, client: int | None = None):
+        """A posterior over the model's parameter tree.
+
+        Args:
+          state: of one run.
+          client: whose; it adapts to its training data first, with the same random
+            numbers as in `evaluate_personal`. None: the global posterior.
+
+        Returns:
+          A `distrax.Distribution`, from `Algorithm.posterior` or `personal_posterior`.
+
+        Raises:
+          ValueError: the algorithm has none, or several global ones; no such client;
+            a state of several runs.
+        """
+        algorithm = self.algorithm
+        if state.key.ndim:
+            raise ValueError(
+                f"state is that of {len(state.key)} runs: give one of them, such as "
+                "fedvi.federation.take(state, 0)"
+            )
+        which = "posterior" if client is None else "personal_posterior"
+        posterior = getattr(algorithm, which)
+        if posterior is None:
+            raise ValueError(
+                f"algorithm={algorithm.name} has no {which}: its models are point "
+                "estimates"
+            )
+        server = state.server
+        if client is None:
+            if algorithm.assign is not None:
+                raise ValueError(
+                    f"algorithm={algorithm.name} has several global posteriors, one a "
+                    "cluster: give client"
+                )
+            return posterior(server)
+        whole = isinstance(client, numbers.Integral)
+        if not whole or not 0 <= client < self.clients:
+            raise ValueError(
+                f"client={client!r} must be a client's id, 0 to {self.clients - 1}"
+            )
+        return posterior(server, self._personal_model(state, int(client)))
+
+    def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
+        """Makes what clients keep on disk permanent, together with what `save` writes.
+
+        A process that is killed leaves all of an earlier commit or all of this one.
+
+        Args:
+          state: that clients' states belong to.
+          save: writes the state, in one atomic step.
+        """
+        del state
+        save()
+
+    def _check_key(self, key) -> None:
+        if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+            raise ValueError(
+                f"key={key!r} must be a typed key: jax.random.key(seed), or several, "
+                "one a run"
+            )
+
+    @staticmethod
+    def _check_run(rounds: int, eval_every: int) -> None:
+        checks.whole("rounds", rounds)
+        checks.whole("eval_every", eval_every)
+        if rounds % eval_every:
+            raise ValueError(
+                f"rounds={rounds} must be a multiple of eval_every={eval_every}"
+            )
+
+    def _check_assign(self) -> None:
+        if self.algorithm.assign is None:
+            raise ValueError(
+                f"algorithm={self.algorithm.name} knows no clusters: it has no assign"
+            )
+
+    # A round's ends.
+
+    def _next_server(self, state: State, ids, sums, outputs):
+        """The server's state after a round, and the participants' mean metrics.
+
+        Args:
+          state: before the round.
+          ids: [cohort] int32.
+          sums: of `visit.participate`, over the cohort.
+          outputs: of `visit.participate`, leaves `[cohort, ...]`.
+        """
+        algorithm, weight = self.algorithm, sums["weight"]
+        participants = sums["participants"].astype(jnp.float32)
+        common = participants, self.population
+        if algorithm.reduce == "stack":
+            aggregate = StackedAggregate(
+                outputs["uploads"], outputs["weight"], ids, *common
+            )
+        else:
+            aggregate = Aggregate(sums["statistics"], weight, *common)
+        key = derive(state.key, Purpose.SERVER_UPDATE, state.round)
+        server = jax.lax.cond(
+            weight > 0,
+            lambda: algorithm.server_update(key, state.round, state.server, aggregate),
+            lambda: state.server,
+        )
+        counted = jnp.maximum(participants, 1)
+        return server, jax.tree.map(lambda m: m / counted, sums["metrics"])
+
+
+class Federation(BaseFederation):
     """An algorithm, its clients' data and the way to run them.
 
     ```
@@ -69,9 +300,11 @@ class Federation:
     scores = federation.evaluate(state)
     ```
 
-    `round` and `rounds` are one jitted call each and donate `state`: use the state
-    that they return. `pure_init`, `pure_rounds`, `pure_evaluate` and so on are the
-    same without `jit`, to build larger programs from, such as a `vmap` over seeds.
+    Every call is one jitted program. `round`, `rounds` and `run` donate `state`: use
+    the state that they return. From several keys `init` makes the state of several
+    runs, and every call then runs all of them: what it returns has a leading `[runs]`
+    axis. `pure_init`, `pure_rounds`, `pure_evaluate` and so on are the same, of one
+    run and without `jit`, to build larger programs from.
 
     Args:
       algorithm: see `fedvi.algorithm`.
@@ -79,18 +312,20 @@ class Federation:
       test: `ClientData` of the same clients, for evaluation.
       selection: default full participation.
       chunk_size: clients in one vmap; None: the whole cohort. The default 1 is right
-        on CPU; `fedvi.experiment.plan` chooses for any device.
-      mesh: from `fedvi.cohort.clients_mesh`, to spread the cohort over devices, and
-        with `model_devices` the states too.
+        on CPU; `fedvi.experiment` chooses for any device.
+      mesh: from `fedvi.clients_mesh`, to spread the cohort over devices, and with
+        `model_devices` the states of a model of `fedvi.placement.layered` too.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
         batch statistics the figure matters.
       codec: of the uploads, from `fedvi.codecs`; default: they arrive as they are.
+      runs_at_once: of several runs, those in one vmap; 1: one after another.
 
     Raises:
       ValueError: a selection for another number of clients, of a cohort that the
         algorithm does not take or by a measure that it does not have; train and test
         of different numbers of clients, no training example at all, a size below 1,
-        or an algorithm that breaks the contract (`fedvi.contract`).
+        an algorithm that breaks the contract (`fedvi.contract`) or was built for other
+        numbers of clients or examples.
     """
 
     def __init__(
@@ -104,92 +339,59 @@ class Federation:
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
         codec: Codec = IDENTITY,
+        runs_at_once: int = 1,
     ):
-        clients = train.size.shape[0]
-        if test.size.shape[0] != clients:
-            raise ValueError(
-                f"test holds {test.size.shape[0]} clients and train {clients}: they "
-                "must be the same clients"
-            )
-        if chunk_size is not None:
-            checks.at_least("chunk_size", chunk_size, 1)
-        checks.at_least("eval_batch_size", eval_batch_size, 1)
-        self.clients = clients
-        self.algorithm = algorithm
-        self.codec = codec
-        self.selection = selection or full(clients)
-        if self.selection.clients != clients:
-            raise ValueError(
-                f"selection chooses from {self.selection.clients} clients, but train "
-                f"holds {clients}"
-            )
-        candidates = self.selection.candidates
-        sizes = np.asarray(train.size)
-        sizes = sizes if candidates is None else sizes[candidates]
-        self.population = int((sizes > 0).sum())
-        if self.population == 0:
-            raise ValueError(
-                "train holds no example: every client is empty, or every one that "
-                "selection may pick"
-            )
-        contract.check(algorithm, train, test, self.population, codec)
-        contract.check_selection(algorithm, self.selection)
-        self.eval_batch_size = eval_batch_size
-        self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
-        # The state stays where it is first put: else the second call compiles again.
-        whole, place = None, None
-        if mesh is None:
-            self.train, self.test = jax.device_put((train, test))
-        else:
-            self.train, self.test = replicate(mesh, (train, test))
-            whole = replicated(mesh)
-            shapes = jax.eval_shape(self.pure_init, jax.random.key(0))
-            place = state_shardings(mesh, shapes)
-        split = mesh is not None and MODEL_AXIS in mesh.shape
-        self._server_place = place.server if split else None
-        self._jit_init = jax.jit(self.pure_init, out_shardings=place)
-        self._jit_rounds = jax.jit(
-            self.pure_rounds,
-            static_argnames="n",
-            donate_argnames="state",
-            out_shardings=None if mesh is None else (place, whole),
+        checks.same_clients(train.size.shape[0], test.size.shape[0])
+        checks.at_least("runs_at_once", runs_at_once, 1)
+        super().__init__(
+            algorithm,
+            np.asarray(train.size),
+            train,
+            test,
+            selection=selection,
+            chunk_size=chunk_size,
+            mesh=mesh,
+            eval_batch_size=eval_batch_size,
+            codec=codec,
         )
-        self._jit_run = jax.jit(
-            self.pure_run,
-            static_argnames=("evaluations", "eval_every", "personal"),
-            donate_argnames="state",
-            out_shardings=None if mesh is None else (place, whole, whole),
-        )
-        self._jit_evaluate = jax.jit(self.pure_evaluate)
-        self._jit_evaluate_personal = jax.jit(self.pure_evaluate_personal)
-        self._jit_uncertainty_personal = jax.jit(self.pure_uncertainty_personal)
-        self._jit_clusters = jax.jit(self.pure_clusters)
+        self.runs_at_once = runs_at_once
+        self._split = mesh is not None and MODEL_AXIS in mesh.shape
+        if self._split and has_flats(self.messages):
+            raise ValueError(
+                f"mesh splits models over devices, and algorithm={algorithm.name} has "
+                "vectors, which no layer's axis divides: build it for the model that "
+                "fedvi.placement.layered(model) returns"
+            )
+        self.train, self.test = self._on_devices((train, test))
+
+    def _on_devices(self, tree: Any) -> Any:
+        if self.mesh is None:
+            return jax.device_put(tree)
+        return replicate(self.mesh, tree)
 
     # The user's calls.
 
     def init(self, key) -> State:
-        """The state before the first round, from a typed PRNG key."""
-        if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
-            raise ValueError(f"key={key!r} must be a typed key: jax.random.key(seed)")
-        return self._jit_init(key)
+        """The state before the first round.
 
-    def round(self, state: State) -> tuple[State, RoundMetrics]:
-        """One round, one jitted call. Donates `state`."""
-        state, metrics = self.rounds(state, 1)
-        return state, take(metrics, 0)
+        Args:
+          key: typed PRNG key; `[runs]` of them for as many runs.
+        """
+        self._check_key(key)
+        key = self._on_devices(key) if self.mesh is not None else key
+        return self._program("init", key)
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
-        if not isinstance(n, numbers.Integral) or n < 1:
-            raise ValueError(f"n={n!r} must be a whole number of rounds, at least 1")
-        return self._jit_rounds(state, self.train, n=n)
+        checks.whole("n", n)
+        return self._program("rounds", state, self.train, n=n)
 
     def run(
         self, state: State, rounds: int, eval_every: int = 1, personal: bool = False
     ) -> tuple[State, RoundMetrics, Scores]:
         """A whole run as one jitted call: rounds, and evaluations among them.
 
-        Donates `state`. For several seeds at once, `vmap` `pure_init` and `pure_run`.
+        Donates `state`.
 
         Args:
           state: where to begin.
@@ -204,16 +406,15 @@ class Federation:
         Raises:
           ValueError: numbers below 1, or rounds that are no multiple of `eval_every`.
         """
-        for name, value in (("rounds", rounds), ("eval_every", eval_every)):
-            if not isinstance(value, numbers.Integral) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
-        if rounds % eval_every:
-            raise ValueError(
-                f"rounds={rounds} must be a multiple of eval_every={eval_every}"
-            )
-        evaluations = rounds // eval_every
-        return self._jit_run(
-            state, self.train, self.test, evaluations, eval_every, personal
+        self._check_run(rounds, eval_every)
+        return self._program(
+            "run",
+            state,
+            self.train,
+            self.test,
+            evaluations=rounds // eval_every,
+            eval_every=eval_every,
+            personal=personal,
         )
 
     def evaluate(self, state: State) -> Scores:
@@ -221,14 +422,14 @@ class Federation:
 
         Where the algorithm has an `assign`, of the client's own global model.
         """
-        return self._jit_evaluate(state, self.train, self.test)
+        return self._program("evaluate", state, self.train, self.test)
 
     def evaluate_personal(self, state: State) -> Scores:
         """Scores `[clients, ...]` of each client's personalised model on its test data.
 
         Every client, a participant so far or not, adapts to its training data first.
         """
-        return self._jit_evaluate_personal(state, self.train, self.test)
+        return self._program("evaluate_personal", state, self.train, self.test)
 
     def uncertainty_personal(
         self, state: State, *data_sets: ClientData
@@ -243,7 +444,8 @@ class Federation:
         Returns:
           One `Uncertainty` with leaves `[clients, capacity]` for each.
         """
-        return self._jit_uncertainty_personal(state, self.train, *data_sets)
+        data_sets = self._on_devices(data_sets)
+        return self._program("uncertainty_personal", state, self.train, *data_sets)
 
     def clusters(self, state: State) -> jax.Array:
         """`[clients]` int32, the cluster of every client by `Algorithm.assign`.
@@ -251,9 +453,48 @@ class Federation:
         Raises:
           ValueError: the algorithm has none.
         """
-        return self._jit_clusters(state, self.train)
+        self._check_assign()
+        return self._program("clusters", state, self.train)
 
-    # The same as pure functions.
+    def _personal_model(self, state: State, client: int):
+        client = self._on_devices(jnp.int32(client))
+        return self._program("personal_model", state, self.train, client)
+
+    # Ahead of time.
+
+    def compile(self, name: str, state: State, **static) -> jax.stages.Compiled:
+        """Compiles what a call of that name runs.
+
+        Args:
+          name: `rounds`, `evaluate`, `evaluate_personal` or `clusters`.
+          state: a state or its `shapes`.
+          **static: `n`, of `rounds`.
+        """
+        data = () if name in ("rounds", "clusters") else (self.test,)
+        several = state.key.ndim > 0
+        jitted = self._jitted(name, several, static)
+        return self._compile(
+            (name, several), jitted, state, self.train, *data, **static
+        )
+
+    def shapes(self, runs: int | None = None) -> State:
+        """Shapes, types and places of a state; nothing is compiled.
+
+        Args:
+          runs: how many; None: of a single one.
+        """
+        key = jax.eval_shape(jax.random.key, 0)
+        key = jax.ShapeDtypeStruct(() if runs is None else (runs,), key.dtype)
+        shapes = jax.eval_shape(self._over_runs(self.pure_init), key)
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place),
+            shapes,
+            state_shardings(self.mesh, shapes, runs=runs is not None),
+        )
+
+    # The same as pure functions of one run.
 
     def pure_init(self, key) -> State:
         """`init` without `jit`."""
@@ -284,28 +525,88 @@ class Federation:
         metrics = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), metrics)
         return state, metrics, scores
 
+    def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:
+        """`evaluate` without `jit`; with `Algorithm.assign` it needs the train data."""
+        return self._each_client(visit.score_global, state, train, test)
+
+    def pure_evaluate_personal(self, state: State, train: ClientData, test) -> Scores:
+        """`evaluate_personal` without `jit`."""
+        return self._each_client(visit.score_personal, state, train, test)
+
+    def pure_uncertainty_personal(
+        self, state: State, train: ClientData, *data_sets: ClientData
+    ) -> tuple[Uncertainty, ...]:
+        """`uncertainty_personal` without `jit`."""
+        return self._each_client(visit.uncertainty, state, train, *data_sets)
+
+    def pure_clusters(self, state: State, train: ClientData) -> jax.Array:
+        """`clusters` without `jit`."""
+        return self._each_client(visit.cluster, state, train)
+
+    def pure_personal_model(self, state: State, train: ClientData, client):
+        """What `client` predicts with, by `Algorithm.personalise`."""
+        call = Call(state.key, state.round, state.server)
+        one = self._visit((state.clients, train), client)
+        return visit.personal_model(self.algorithm, self.eval_batch_size, call, one)
+
+    # Programs over one run or several.
+
+    def _program(self, name: str, first: Any, *data, **static) -> Any:
+        """Calls `pure_{name}` over the runs of `first`, a state or keys."""
+        several = getattr(first, "key", first).ndim > 0
+        jitted = self._jitted(name, several, static)
+        return self._call((name, several), jitted, first, *data, **static)
+
+    def _jitted(self, name: str, several: bool, static: dict[str, Any]) -> Callable:
+        if (name, several) in self._jits:
+            return self._jits[name, several]
+        advances = name in ("rounds", "run")
+        place = None
+        if self.mesh is not None:
+            # The state stays where it is first put: else the second call compiles again
+            place = replicated(self.mesh)
+            states = self.shapes(1 if several else None)
+            states = jax.tree.map(lambda s: s.sharding, states)
+            if name == "init":
+                place = states
+            elif advances:
+                place = (states, place) if name == "rounds" else (states, place, place)
+        return self._jit(
+            (name, several),
+            self._over_runs(getattr(self, f"pure_{name}")),
+            static_argnames=tuple(static),
+            donate_argnums=0 if advances else (),
+            out_shardings=place,
+        )
+
+    def _over_runs(self, function: Callable) -> Callable:
+        """A function of a state, or key, over a leading axis of runs if it has one."""
+
+        @functools.wraps(function)
+        def over_runs(first, *data, **static):
+            if getattr(first, "key", first).ndim == 0:
+                return function(first, *data, **static)
+            at_once = self.runs_at_once
+            return jax.lax.map(
+                lambda one: function(one, *data, **static),
+                first,
+                batch_size=at_once if at_once > 1 else None,
+            )
+
+        return over_runs
+
+    # A round.
+
     def _round(self, state: State, train: ClientData):
         """Selects, trains the cohort, aggregates, updates the server."""
-        algorithm, round = self.algorithm, state.round
-        call = Call(state.key, round, algorithm.broadcast(state.server))
+        call = Call(state.key, state.round, self.algorithm.broadcast(state.server))
         ids, choice = self._select(state, call, train)
-        sums, outputs = self._over_clients(
-            partial(self._visit, partial(participate, algorithm, codec=self.codec)),
-            (call, state.clients, train),
-            ids,
-        )
-        server, metrics = next_server(
-            algorithm,
-            state.key,
-            round,
-            state.server,
-            self.population,
-            ids,
-            sums,
-            outputs,
-        )
-        if self._server_place is not None:  # between the rounds of a scan too
-            server = jax.lax.with_sharding_constraint(server, self._server_place)
+        one = partial(visit.participate, self.algorithm, codec=self.codec)
+        sums, outputs = self._visits(one, call, ids, state.clients, train)
+        server, metrics = self._next_server(state, ids, sums, outputs)
+        if self._split:  # between the rounds of a scan too
+            place = state_shardings(self.mesh, state).server
+            server = jax.lax.with_sharding_constraint(server, place)
         # Out-of-range ids are dropped: empty and failed clients keep their state.
         written = jnp.where(outputs["counts"], ids, self.clients)
         clients = jax.tree.map(
@@ -314,14 +615,19 @@ class Federation:
             outputs["client"],
         )
         info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
-        return State(server, clients, round + 1, state.key), info
+        return State(server, clients, state.round + 1, state.key), info
 
-    @staticmethod
-    def _visit(one: Callable, operands, client_id):
-        """Calls `one(shared, Visit)`; operands: shared, clients, train, others."""
-        shared, clients, train, *others = operands
-        client, train, others = take((clients, train, tuple(others)), client_id)
-        return one(shared, Visit(client_id, client, train, others))
+    def _visits(self, one: Callable, call: Call, ids, clients, train, *others):
+        """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays."""
+        return self._over_clients(
+            lambda operands, i: one(operands[0], self._visit(operands[1:], i)),
+            (call, clients, train, *others),
+            ids,
+        )
+
+    def _visit(self, operands, client_id) -> Visit:
+        client, train, *others = take(operands, client_id)
+        return Visit(client_id, client, train, tuple(others))
 
     def _select(self, state: State, call: Call, train: ClientData):
         """(ids of the cohort, how they were chosen)."""
@@ -336,10 +642,8 @@ class Federation:
         measure = self.algorithm.importance[self.selection.measure]
         candidates = self.selection.candidates
         ids = jnp.arange(self.clients) if candidates is None else candidates
-        _, (reports, finite) = self._over_clients(
-            partial(self._visit, partial(report, measure)),
-            (call, state.clients, train),
-            jnp.asarray(ids),
+        _, (reports, finite) = self._visits(
+            partial(visit.report, measure), call, jnp.asarray(ids), state.clients, train
         )
         holds_data = train.size[ids] > 0
         scores = measure.score(state.server, reports, finite & holds_data)
@@ -347,42 +651,17 @@ class Federation:
         everyone = jnp.zeros(self.clients, scores.dtype).at[ids].set(scores)
         return everyone, train.size > 0
 
-    def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:
-        """`evaluate` without `jit`; with `Algorithm.assign` it needs the train data."""
-        return self._evaluate_each(client_evaluation.score_global, state, train, test)
+    def _each_client(self, one: Callable, state: State, *data_sets: ClientData):
+        """`[clients, ...]` of a function of an evaluation in `fedvi.visit`."""
+        call = Call(state.key, state.round, state.server)
 
-    def pure_evaluate_personal(self, state: State, train: ClientData, test) -> Scores:
-        """`evaluate_personal` without `jit`."""
-        return self._evaluate_each(client_evaluation.score_personal, state, train, test)
+        def score(call, visited):
+            return (), one(self.algorithm, self.eval_batch_size, call, visited)
 
-    def pure_uncertainty_personal(
-        self, state: State, train: ClientData, *data_sets: ClientData
-    ) -> tuple[Uncertainty, ...]:
-        """`uncertainty_personal` without `jit`."""
-        one = client_evaluation.personal_uncertainty
-        return self._evaluate_each(one, state, train, *data_sets)
-
-    def pure_clusters(self, state: State, train: ClientData) -> jax.Array:
-        """`clusters` without `jit`."""
-        if self.algorithm.assign is None:
-            raise ValueError(
-                f"algorithm={self.algorithm.name} knows no clusters: it has no assign"
-            )
-        return self._evaluate_each(client_evaluation.assign_cluster, state, train)
-
-    def _evaluate_each(self, one: Callable, state: State, *data_sets: ClientData):
-        """`[clients, ...]` of a function of `client_evaluation`."""
-
-        def score(state, visit):
-            return (), one(self.algorithm, self.eval_batch_size, state, visit)
-
-        return self._over_clients(
-            partial(self._visit, score),
-            (state._replace(clients=()), state.clients, *data_sets),
-            jnp.arange(self.clients),
-        )[1]
+        everyone = jnp.arange(self.clients)
+        return self._visits(score, call, everyone, state.clients, *data_sets)[1]
 
 
 def take(tree, index):
-    """One entry of every leaf's leading axis."""
+    """One entry of every leaf's leading axis: a run of several, a client of all."""
     return jax.tree.map(lambda leaf: leaf[index], tree)

@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Flat", "Layout", "flatten", "like_flats", "map_layers", "trees"]
+__all__ = [
+    "Flat",
+    "Layout",
+    "flatten",
+    "has_flats",
+    "like_flats",
+    "map_layers",
+    "trees",
+]
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,11 @@ def trees(pytree: Any) -> Any:
     return jax.tree.map(
         lambda node: node.tree() if _is_flat(node) else node, pytree, is_leaf=_is_flat
     )
+
+
+def has_flats(pytree: Any) -> bool:
+    """Whether there is a `Flat` in a pytree."""
+    return any(map(_is_flat, jax.tree.leaves(pytree, is_leaf=_is_flat)))
 
 
 def like_flats(tree: Any, like: Any) -> Any:

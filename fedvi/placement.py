@@ -9,8 +9,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from fedvi.cohort import MODEL_AXIS
+from fedvi.flat import trees
+from fedvi.nn import Model
 
-__all__ = ["on_host", "put", "replicate", "replicated", "state_shardings"]
+__all__ = ["layered", "on_host", "put", "replicate", "replicated", "state_shardings"]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -18,24 +20,37 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def state_shardings(mesh: Mesh, state: Any, seeds: bool = False) -> Any:
+def layered(model: Model) -> Model:
+    """The model with its layers' arrays as parameters, in place of `Flat`s.
+
+    What is split over devices is split layer by layer: a vector of all layers would
+    have to be put together again wherever one of them is used.
+    """
+    return model._replace(
+        init=lambda key: trees(model.init(key)),
+        with_classes=lambda classes: layered(model.with_classes(classes)),
+        regrouped=lambda group_of: layered(model.regrouped(group_of)),
+    )
+
+
+def state_shardings(mesh: Mesh, state: Any, runs: bool = False) -> Any:
     """The sharding of every leaf of a `fedvi.federation.State`.
 
     On a mesh with a "model" axis a leaf of the server's or the clients' state is
     split along its longest axis that the model's devices divide (the last of several);
-    one that has none lies whole on every device, as all do on other meshes. The seeds'
+    one that has none lies whole on every device, as all do on other meshes. The runs'
     and the clients' axes are never split: a round looks clients up by id.
 
     Args:
       mesh: from `fedvi.cohort.clients_mesh`.
       state: the state or its shapes.
-      seeds: its leaves have a leading `[seeds]` axis.
+      runs: its leaves have a leading `[runs]` axis.
 
     Returns:
       A State of `NamedSharding`.
     """
     whole = replicated(mesh)
-    lead = int(seeds)
+    lead = int(runs)
     return state._replace(
         server=jax.tree.map(lambda s: _split(mesh, s, lead), state.server),
         clients=jax.tree.map(lambda s: _split(mesh, s, lead + 1), state.clients),

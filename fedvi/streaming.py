@@ -1,8 +1,9 @@
 """A federation of more clients than fit in memory: a block of them at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,22 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedvi import checks, client_evaluation, contract
+from fedvi import checks, visit
 from fedvi.algorithm import Algorithm
 from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
-from fedvi.cohort import AXIS, MODEL_AXIS, map_reduce
+from fedvi.cohort import AXIS, MODEL_AXIS
 from fedvi.data.client_files import ClientSource
-from fedvi.evaluation import Scores
-from fedvi.federation import RoundMetrics, State
+from fedvi.evaluation import Scores, Uncertainty
+from fedvi.federation import BaseFederation, RoundMetrics, State, take
 from fedvi.keys import Purpose, derive
-from fedvi.participation import Call, Visit, next_server, participate
-from fedvi.selection import Selection, uniform
+from fedvi.placement import replicated
+from fedvi.selection import Selection
+from fedvi.visit import Call, Visit
 
 __all__ = ["StreamedFederation"]
 
 
-class StreamedFederation:
+class StreamedFederation(BaseFederation):
     """A `Federation` of clients on disk: the same rounds, a block of clients at a time.
 
     ```
@@ -41,9 +43,10 @@ class StreamedFederation:
     holds two or three blocks, the server's state and a few numbers a client, whatever
     the population (and with `reduce="stack"` the uploads of a cohort). A round is one
     jitted call a block, and one for the server; with one block it computes what
-    `Federation` does, up to the order of float additions. Clients' states
-    (`Algorithm.init_client`) are kept in a `ClientStore`, and that of a client that was
-    not met before is made when it is; so `State.clients` is ().
+    `Federation` does, up to the order of float additions. Several runs go one after
+    another. Clients' states (`Algorithm.init_client`) are kept in a `ClientStore`, and
+    that of a client that was not met before is made when it is; so `State.clients` is
+    ().
 
     Args:
       algorithm: see `fedvi.algorithm`.
@@ -53,7 +56,7 @@ class StreamedFederation:
       store: a folder for the clients' states; None: in memory.
       block_size: clients read at once.
       chunk_size: clients in one vmap, of a block; None: all of it.
-      mesh: from `fedvi.cohort.clients_mesh`, to spread a block over devices.
+      mesh: from `fedvi.clients_mesh`, to spread a block over devices.
       eval_batch_size: as of `Federation`.
       codec: as of `Federation`.
 
@@ -70,7 +73,7 @@ class StreamedFederation:
         test: ClientSource | None = None,
         *,
         selection: Selection | None = None,
-        store: str | None = None,
+        store: str | Path | None = None,
         block_size: int = 256,
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
@@ -84,263 +87,308 @@ class StreamedFederation:
                     "ClientFiles(folder), or ClientArrays(data) of arrays"
                 )
         checks.at_least("block_size", block_size, 1)
-        checks.at_least("eval_batch_size", eval_batch_size, 1)
-        if chunk_size is not None:
-            checks.at_least("chunk_size", chunk_size, 1)
-        self.clients = len(train.size)
-        self.algorithm, self.train, self.test = algorithm, train, test
-        self.codec = codec
-        self.selection = selection or uniform(self.clients, self.clients)
-        self._check(mesh)
-        candidates = self.selection.candidates
-        sizes = train.size if candidates is None else train.size[candidates]
-        self.population = int((sizes > 0).sum())
-        if self.population == 0:
-            raise ValueError("train holds no example of the clients that may take part")
-        examples = (test or train).shapes
-        contract.check(algorithm, train.shapes, examples, self.population, codec)
-        contract.check_selection(algorithm, self.selection)
-        self.block_size, self.eval_batch_size = block_size, eval_batch_size
-        server = jax.eval_shape(algorithm.init, jax.random.key(0))
-        client = jax.eval_shape(algorithm.init_client, jax.random.key(0), server)
-        self.store = ClientStore(client, self.clients, store)
-        place, spread = None, None
-        if mesh is not None:
-            place = NamedSharding(mesh, PartitionSpec())
-            spread = NamedSharding(mesh, PartitionSpec(AXIS))
-        self._devices = 1 if mesh is None else mesh.size
-        self._spread = spread
-        self._over_clients = partial(map_reduce, chunk_size=chunk_size, mesh=mesh)
-        self._start: tuple[str, Any] | None = None
-        self._sums: Any = None
-        self._at = self._committed_place()
-        self._jit_init = jax.jit(self._init, out_shardings=place)
-        self._jit_open = jax.jit(self._open_round)
-        self._jit_block = jax.jit(self._train_block, donate_argnames="sums")
-        self._jit_close = jax.jit(
-            self._close_round, donate_argnames="state", out_shardings=place
-        )
-        self._jit_score = {
-            one: jax.jit(partial(self._score_block, one))
-            for one in (
-                client_evaluation.score_global,
-                client_evaluation.score_personal,
-            )
-        }
-
-    def _check(self, mesh: Mesh | None) -> None:
+        if test is not None:
+            checks.same_clients(len(train.size), len(test.size))
         if mesh is not None and MODEL_AXIS in mesh.shape:
             raise ValueError(
                 "mesh splits models over devices, and a stream keeps them whole: use "
                 "Federation, or clients_mesh without model_devices"
-            )
-        if self.selection.clients != self.clients:
-            raise ValueError(
-                f"selection chooses from {self.selection.clients} clients, but train "
-                f"holds {self.clients}"
-            )
-        if self.selection.measure is not None:
-            raise ValueError(
-                f"selection by measure={self.selection.measure!r} needs a report of "
-                "all clients in every round: use Federation, or uniform or round_robin"
-            )
-        if self.test is not None and len(self.test.size) != self.clients:
-            raise ValueError(
-                f"test holds {len(self.test.size)} clients and train {self.clients}: "
-                "they must be the same clients"
             )
         if jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes: clients are streamed to the devices "
                 "of one process only; use Federation"
             )
+        if selection is not None and selection.measure is not None:
+            raise ValueError(
+                f"selection by measure={selection.measure!r} needs a report of "
+                "all clients in every round: use Federation, or uniform or round_robin"
+            )
+        super().__init__(
+            algorithm,
+            train.size,
+            train.shapes,
+            (test or train).shapes,
+            selection=selection,
+            chunk_size=chunk_size,
+            mesh=mesh,
+            eval_batch_size=eval_batch_size,
+            codec=codec,
+        )
+        self.train, self.test, self.block_size = train, test, block_size
+        self._folder = None if store is None else Path(store)
+        self._kept: dict[int | None, _Kept] = {}
+        self._whole, self._spread = None, None
+        if mesh is not None:
+            self._whole = replicated(mesh)
+            self._spread = NamedSharding(mesh, PartitionSpec(AXIS))
+        self._kept_of(None)  # a folder of another algorithm is an error now
+
+    @property
+    def store(self) -> ClientStore:
+        """The clients' states of a single run."""
+        return self._kept_of(None).store
 
     # The user's calls.
 
     def init(self, key) -> State:
-        """The state before the first round, from a typed PRNG key.
+        """The state before the first round.
 
         Forgets the clients' states of an earlier run, unless they are committed.
+
+        Args:
+          key: typed PRNG key; `[runs]` of them for as many runs.
 
         Raises:
           ValueError: no typed key, or a store that holds a committed run.
         """
-        if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
-            raise ValueError(f"key={key!r} must be a typed key: jax.random.key(seed)")
-        self.store.rollback()
-        if self.store.visited:
-            raise ValueError(
-                f"store holds the states of {self.store.visited} clients, committed "
-                f"after round {self.store.note.get('round')}: go on with the server's "
-                "state of that round, or give another store"
-            )
-        self._at = None
-        return self._jit_init(key)
-
-    def commit(self, state: State) -> None:
-        """Makes the clients' states permanent, as those that belong to `state`.
-
-        A later process with the same store goes on from there with the same `state`,
-        whose server is the caller's to save, before this call.
-        """
-        self._check_place(state)
-        key, round = self._place(state)
-        self.store.commit({"key": key, "round": round})
+        self._check_key(key)
+        state = State((), (), jnp.zeros(key.shape, jnp.int32), key)
+        return self._each_run(state, self._init)
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
-        """`n` rounds; metrics `[n, ...]`. Donates `state`."""
-        checks.at_least("n", n, 1)
-        metrics = []
-        for _ in range(n):
-            state, one = self.round(state)
-            metrics.append(one)
-        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *metrics)
-
-    def round(self, state: State) -> tuple[State, RoundMetrics]:
-        """One round. Donates `state`.
+        """`n` rounds; metrics `[n, ...]`. Donates `state`.
 
         Raises:
           ValueError: the clients' states in the store are not those of this run after
             this round.
         """
-        self._check_place(state)
-        key, round = self._place(state)
-        try:
-            state, metrics = self._round(state)
-        except BaseException:
-            self.store.rollback()
-            self._at = self._committed_place()
-            raise
-        self._at = (key, round + 1)
-        return state, metrics
+        checks.whole("n", n)
 
-    def _round(self, state: State) -> tuple[State, RoundMetrics]:
-        call, ids = self._jit_open(state)
-        start = self._initial_server(state)
-        ids, sums, parts, trained = np.asarray(ids), None, [], None
-        for block_ids, count, train in self._blocks(ids, self.train):
-            clients, known = self.store.read(block_ids)
-            visits = self._put((block_ids, clients, known, train))
-            if sums is None:
-                sums = self._no_uploads(call, start, *visits)
-            sums, outputs = self._jit_block(call, start, count, sums, *visits)
-            # The devices have work: time to keep what came out of the block before.
-            if trained is not None:
-                parts.append(self._keep(*trained))
-            trained = (block_ids[:count], outputs)
-        parts.append(self._keep(*trained))
-        outputs = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        state, metrics = self._jit_close(state, ids, sums, outputs)
-        return state, RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics)
+        def run(kept: _Kept, state: State):
+            metrics = []
+            for _ in range(n):
+                kept.check(state)
+                try:
+                    state, one = self._round(kept, state)
+                except BaseException:
+                    kept.rollback()
+                    raise
+                kept.at = _place(state)
+                metrics.append(one)
+            return state, _stack(metrics)
+
+        return self._each_run(state, run)
+
+    def run(
+        self, state: State, rounds: int, eval_every: int = 1, personal: bool = False
+    ) -> tuple[State, RoundMetrics, Scores]:
+        """As `Federation.run`."""
+        self._check_run(rounds, eval_every)
+        evaluate = self.evaluate_personal if personal else self.evaluate
+        axis, metrics, scores = state.key.ndim, [], []
+        for _ in range(rounds // eval_every):
+            state, block = self.rounds(state, eval_every)
+            metrics.append(block)
+            scores.append(evaluate(state))
+        return state, _join(metrics, axis), _stack(scores, axis)
 
     def evaluate(self, state: State, ids: np.ndarray | None = None) -> Scores:
         """`Federation.evaluate` of some clients (default: all), `[len(ids), ...]`."""
-        return self._evaluate(client_evaluation.score_global, state, ids)
+        return self._evaluate(visit.score_global, state, ids, self._tested())
 
     def evaluate_personal(self, state: State, ids: np.ndarray | None = None) -> Scores:
         """`Federation.evaluate_personal` of some clients (default: all)."""
-        self._check_place(state)
-        return self._evaluate(client_evaluation.score_personal, state, ids)
+        return self._evaluate(visit.score_personal, state, ids, self._tested())
 
-    # Programs.
+    def uncertainty_personal(
+        self, state: State, *data_sets: ClientSource
+    ) -> tuple[Uncertainty, ...]:
+        """As `Federation.uncertainty_personal`, of sources of the same clients."""
+        return self._evaluate(visit.uncertainty, state, None, *data_sets)
 
-    def _init(self, key) -> State:
-        server = self.algorithm.init(derive(key, Purpose.INIT))
-        return State(server, (), jnp.zeros((), jnp.int32), key)
+    def clusters(self, state: State) -> np.ndarray:
+        """As `Federation.clusters`."""
+        self._check_assign()
+        return self._evaluate(visit.cluster, state, None)
+
+    def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
+        """Makes the clients' states permanent, as those that belong to `state`.
+
+        A later process with the same store goes on from there with the same `state`,
+        whose server `save` writes, in one atomic step; killed at any moment, this one
+        leaves what belongs to the state that was saved last.
+        """
+        everyone = []
+
+        def commit(kept: _Kept, state: State):
+            kept.check(state)
+            key, round = _place(state)
+            kept.store.commit({"key": key, "round": round})
+            everyone.append(kept.store)
+            return ()
+
+        self._each_run(state, commit)
+        save()
+        for store in everyone:
+            store.settle()
+
+    def compile(self, name: str, state: State, **static) -> None:
+        """Nothing: programs of a stream are compiled with their first block."""
+
+    def shapes(self, runs: int | None = None) -> State:
+        """Shapes and types of a state; nothing is compiled."""
+        lead = () if runs is None else (runs,)
+        key = jax.ShapeDtypeStruct(lead, jax.eval_shape(jax.random.key, 0).dtype)
+        round = jax.ShapeDtypeStruct(lead, jnp.int32)
+        server = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype),
+            self.messages.server,
+        )
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._whole),
+            State(server, (), round, key),
+        )
+
+    # One run.
+
+    def _kept_of(self, run: int | None) -> "_Kept":
+        if run not in self._kept:
+            folder = self._folder
+            if folder is not None and run is not None:
+                folder = folder / f"run_{run:03d}"
+            store = ClientStore(self.messages.client, self.clients, folder)
+            self._kept[run] = _Kept(store)
+        return self._kept[run]
+
+    def _each_run(self, state: State, function: Callable) -> Any:
+        """`function(kept, state)` of every run, stacked."""
+        if state.key.ndim == 0:
+            return function(self._kept_of(None), state)
+        runs = range(len(state.key))
+        return _stack([function(self._kept_of(i), take(state, i)) for i in runs])
+
+    def _init(self, kept: "_Kept", state: State) -> State:
+        kept.store.rollback()
+        if kept.store.visited:
+            raise ValueError(
+                f"store holds the states of {kept.store.visited} clients, committed "
+                f"after round {kept.store.note.get('round')}: go on with the server's "
+                "state of that round, or give another store"
+            )
+        kept.at = None
+        first = self._first_server(kept, state)
+        # A copy, since rounds donate the state.
+        return state._replace(server=jax.tree.map(jnp.copy, first))
+
+    def _first_server(self, kept: "_Kept", state: State):
+        """The server's first state, from which clients' states are made."""
+        key, _ = _place(state)
+        if kept.first is None or kept.first[0] != key:
+            jitted = self._jit(
+                "first_server",
+                lambda key: self.algorithm.init(derive(key, Purpose.INIT)),
+                out_shardings=self._whole,
+            )
+            kept.first = (key, self._call("first_server", jitted, state.key))
+        return kept.first[1]
+
+    def _round(self, kept: "_Kept", state: State) -> tuple[State, RoundMetrics]:
+        open_round = self._jit("open", self._open_round)
+        train_block = self._jit("block", self._train_block, donate_argnums=3)
+        close_round = self._jit(
+            "close", self._close_round, donate_argnums=0, out_shardings=self._whole
+        )
+        call, ids = self._call("open", open_round, state)
+        first = self._first_server(kept, state)
+        ids, sums, parts, trained = np.asarray(ids), None, [], None
+        for block_ids, count, train in self._blocks(ids, self.train):
+            clients, known = kept.store.read(block_ids)
+            visits = self._put((block_ids, clients, known, train))
+            if sums is None:
+                sums = self._no_uploads(call, first, *visits)
+            sums, outputs = self._call(
+                "block", train_block, call, first, count, sums, *visits
+            )
+            # The devices have work: time to keep what came out of the block before.
+            if trained is not None:
+                parts.append(self._keep(kept, *trained))
+            trained = (block_ids[:count], outputs)
+        parts.append(self._keep(kept, *trained))
+        outputs = _join(parts)
+        state, metrics = self._call("close", close_round, state, ids, sums, outputs)
+        return state, RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics)
 
     def _open_round(self, state: State):
         """(what the participants are told, who they are)."""
         key = derive(state.key, Purpose.SELECT, state.round)
         ids, _ = self.selection.select(key, state.round, None, None)
-        message = self.algorithm.broadcast(state.server)
-        return Call(state.key, state.round, message), ids
+        return Call(state.key, state.round, self.algorithm.broadcast(state.server)), ids
 
-    def _train_block(self, call, start, count, sums, *visits):
+    def _train_block(self, call, first, count, sums, *visits):
         """Adds the uploads of a block's first `count` clients to the sums so far."""
-        added, outputs = self._upload_block(call, start, count, *visits)
+        added, outputs = self._upload_block(call, first, count, *visits)
         return jax.tree.map(jnp.add, sums, added), outputs
 
-    def _upload_block(self, call, start, count, *visits):
+    def _upload_block(self, call, first, count, *visits):
         def one(operands, item):
-            call, start = operands
-            visit = self._visit(call, start, *item)
-            return participate(self.algorithm, call, visit, self.codec)
+            call, first = operands
+            visited = self._visit(call.key, first, *item)
+            return visit.participate(self.algorithm, call, visited, self.codec)
 
-        return self._over_clients(one, (call, start), visits, count=count)
+        return self._over_clients(one, (call, first), visits, count=count)
 
-    def _no_uploads(self, call, start, *visits):
+    def _no_uploads(self, *block):
         """The sums before the first block."""
-        if self._sums is None:
-            self._sums = jax.eval_shape(
-                lambda *args: self._upload_block(*args)[0], call, start, 0, *visits
+        if "sums" not in self._jits:
+            self._jits["sums"] = jax.eval_shape(
+                lambda call, first, *visits: self._upload_block(
+                    call, first, 0, *visits
+                )[0],
+                *block,
             )
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sums)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._jits["sums"])
 
     def _close_round(self, state: State, ids, sums, outputs):
-        server, metrics = next_server(
-            self.algorithm,
-            state.key,
-            state.round,
-            state.server,
-            self.population,
-            ids,
-            sums,
-            outputs,
-        )
+        server, metrics = self._next_server(state, ids, sums, outputs)
         return State(server, (), state.round + 1, state.key), metrics
 
-    def _score_block(self, one, state, start, *visits):
-        def score(operands, item):
-            state, start = operands
-            *item, test = item
-            visit = self._visit(state, start, *item)._replace(others=(test,))
-            return (), one(self.algorithm, self.eval_batch_size, state, visit)
-
-        return self._over_clients(score, (state, start), visits)[1]
-
-    def _visit(self, run, start, client_id, client, known, train) -> Visit:
+    def _visit(self, key, first, client_id, client, known, train, *others) -> Visit:
         """The client with its state, made anew if it was never met before."""
-        key = derive(run.key, Purpose.INIT_CLIENT, 0, client_id)
-        fresh = self.algorithm.init_client(key, start)
+        key = derive(key, Purpose.INIT_CLIENT, 0, client_id)
+        fresh = self.algorithm.init_client(key, first)
         client = jax.tree.map(partial(jnp.where, known), client, fresh)
-        return Visit(client_id, client, train)
+        return Visit(client_id, client, train, others)
 
-    # Which run, after which round, the states in the store belong to.
+    # Evaluation.
 
-    def _place(self, state: State) -> tuple[str, int]:
-        key = np.asarray(jax.random.key_data(state.key)).tobytes().hex()
-        return key, int(state.round)
+    def _tested(self) -> ClientSource:
+        if self.test is None:
+            raise ValueError("test=None: give the clients' test data to evaluate")
+        return self.test
 
-    def _committed_place(self) -> tuple[str, int] | None:
-        note = self.store.note
-        return (note["key"], note["round"]) if note else None
+    def _evaluate(self, one, state: State, ids: np.ndarray | None, *sources) -> Any:
+        ids = np.arange(self.clients) if ids is None else np.asarray(ids)
+        if not ids.size or ids.min() < 0 or ids.max() >= self.clients:
+            raise ValueError(f"ids must be ids of clients, 0 to {self.clients - 1}")
+        jitted = self._jit(one, partial(self._score_block, one))
 
-    def _check_place(self, state: State) -> None:
-        if not self.store.keeps:
-            return
-        here = self._place(state)
-        if self._at is None and here[1] > 0:
-            raise ValueError(
-                f"state is that after round {here[1]}, but the store holds no clients' "
-                "states: give the folder that they were committed to"
-            )
-        if self._at in (None, here):
-            return
-        run = "this run" if here[0] == self._at[0] else "a run of another key"
-        raise ValueError(
-            f"state is that after round {here[1]}, but the clients' states in the "
-            f"store are those of {run} after round {self._at[1]}: give the state that "
-            "belongs to them, or another store"
-        )
+        def run(kept: _Kept, state: State):
+            kept.check(state)
+            first, parts = self._first_server(kept, state), []
+            for block_ids, _, train, *others in self._blocks(ids, self.train, *sources):
+                clients, known = kept.store.read(block_ids)
+                visits = self._put((block_ids, clients, known, train, *others))
+                scores = self._call(one, jitted, state, first, *visits)
+                parts.append(jax.device_get(scores))
+            return jax.tree.map(lambda leaf: leaf[: len(ids)], _join(parts))
+
+        return self._each_run(state, run)
+
+    def _score_block(self, one, state: State, first, *visits):
+        def score(operands, item):
+            call, first = operands
+            visited = self._visit(call.key, first, *item)
+            return (), one(self.algorithm, self.eval_batch_size, call, visited)
+
+        call = Call(state.key, state.round, state.server)
+        return self._over_clients(score, (call, first), visits)[1]
+
+    def _personal_model(self, state: State, client: int):
+        models = self._evaluate(visit.personal_model, state, np.array([client]))
+        return take(models, 0)
 
     # Between programs and files.
-
-    def _initial_server(self, state: State):
-        """The server's first state, from which clients' states are made."""
-        key, _ = self._place(state)
-        if self._start is None or self._start[0] != key:
-            self._start = (key, self._jit_init(state.key).server)
-        return self._start[1]
 
     def _blocks(
         self, ids: np.ndarray, *sources: ClientSource
@@ -351,7 +399,7 @@ class StreamedFederation:
         """
         number = -(-len(ids) // self.block_size)
         size = -(-len(ids) // number)
-        size += -size % self._devices
+        size += -size % (1 if self.mesh is None else self.mesh.size)
         number = -(-len(ids) // size)
         padded = np.resize(ids, number * size).reshape(number, size)
 
@@ -369,26 +417,75 @@ class StreamedFederation:
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._spread)
 
-    def _keep(self, ids: np.ndarray, outputs: dict[str, Any]) -> dict[str, Any]:
+    def _keep(self, kept: "_Kept", ids: np.ndarray, outputs: dict[str, Any]):
         """Keeps the states of a block's clients that count; the rest on the host."""
         outputs = dict(outputs)
         states = outputs.pop("client")
         outputs = jax.tree.map(lambda a: np.asarray(a)[: len(ids)], outputs)
         if jax.tree.leaves(states):
-            kept = np.flatnonzero(outputs["counts"])
-            self.store.write(ids[kept], jax.tree.map(lambda a: a[kept], states))
+            counted = np.flatnonzero(outputs["counts"])
+            states = jax.tree.map(lambda a: a[counted], states)
+            kept.store.write(ids[counted], states)
         return outputs
 
-    def _evaluate(self, one, state: State, ids: np.ndarray | None) -> Scores:
-        if self.test is None:
-            raise ValueError("test=None: give the clients' test data to evaluate")
-        ids = np.arange(self.clients) if ids is None else np.asarray(ids)
-        if not ids.size or ids.min() < 0 or ids.max() >= self.clients:
-            raise ValueError(f"ids must be ids of clients, 0 to {self.clients - 1}")
-        start, parts = self._initial_server(state), []
-        for block_ids, _, train, test in self._blocks(ids, self.train, self.test):
-            clients, known = self.store.read(block_ids)
-            visits = self._put((block_ids, clients, known, train, test))
-            scores = self._jit_score[one](state, start, *visits)
-            parts.append(jax.device_get(scores))
-        return jax.tree.map(lambda *a: np.concatenate(a)[: len(ids)], *parts)
+
+class _Kept:
+    """The clients' states of one run, and which run and round they belong to.
+
+    Attributes:
+      store: holds them.
+      first: (the run's key, the server's first state).
+      at: (the run's key, round) of the states in the store; None: of no run yet.
+    """
+
+    def __init__(self, store: ClientStore):
+        self.store = store
+        self.first: tuple[str, Any] | None = None
+        self.at = self._committed()
+
+    def _committed(self) -> tuple[str, int] | None:
+        note = self.store.note
+        return (note["key"], note["round"]) if note else None
+
+    def rollback(self) -> None:
+        """Goes back to the last commit."""
+        self.store.rollback()
+        self.at = self._committed()
+
+    def check(self, state: State) -> None:
+        """Raises `ValueError` unless the states in the store belong to `state`."""
+        if not self.store.keeps:
+            return
+        key, round = _place(state)
+        if self.store.pick({"key": key, "round": round}):
+            self.at = key, round
+        if self.at is None and round > 0:
+            raise ValueError(
+                f"state is that after round {round}, but the store holds no clients' "
+                "states: give the folder that they were committed to"
+            )
+        if self.at in (None, (key, round)):
+            return
+        run = "this run" if key == self.at[0] else "a run of another key"
+        raise ValueError(
+            f"state is that after round {round}, but the clients' states in the "
+            f"store are those of {run} after round {self.at[1]}: give the state that "
+            "belongs to them, or another store"
+        )
+
+
+def _place(state: State) -> tuple[str, int]:
+    key = np.asarray(jax.random.key_data(state.key)).tobytes().hex()
+    return key, int(state.round)
+
+
+def _stack(trees: list[Any], axis: int = 0) -> Any:
+    return jax.tree.map(lambda *a: _numpy_of(a).stack(a, axis), *trees)
+
+
+def _join(trees: list[Any], axis: int = 0) -> Any:
+    return jax.tree.map(lambda *a: _numpy_of(a).concatenate(a, axis), *trees)
+
+
+def _numpy_of(leaves: tuple[Any, ...]) -> Any:
+    return np if isinstance(leaves[0], np.ndarray) else jnp

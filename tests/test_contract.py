@@ -61,6 +61,9 @@ def test_slips_are_named(task, train, test):
     def cluster_of_floats(key, server, client, data):
         return jnp.zeros(2), server
 
+    def counts(key, round, server, client, data):
+        return ClientOutput({"n": data.size}, 1.0)
+
     for algorithm, message in (
         (object(), "algorithm=object must be a fedvi.Algorithm"),
         (broken(good, reduce="mean"), r"reduce='mean' must be one of \['sum', 'stack'"),
@@ -80,6 +83,18 @@ def test_slips_are_named(task, train, test):
         (
             broken(good, global_predictive=no_samples),
             r"global_predictive returns shape \(10, 3\) for 10 examples",
+        ),
+        (
+            broken(good, client_update=counts),
+            r"ClientOutput.upload, without statistics, is int32\[\] at \['n'\]",
+        ),
+        (
+            broken(good, statistics=lambda server, upload: {"n": jnp.int32(1)}),
+            r"statistics returns what is int32\[\] at \['n'\]: what is weighted and",
+        ),
+        (
+            broken(good, statistics=lambda server, upload: ()),
+            "statistics returns nothing to sum of an upload",
         ),
         (broken(good, assign=cluster_only), r"assign must return \(cluster \[\] int32"),
         (
@@ -112,6 +127,30 @@ def test_slips_are_named(task, train, test):
     ):
         with pytest.raises(ValueError, match=message):
             contract.check(algorithm, train, test, 6)
+
+
+def test_what_a_function_raises_names_the_function(task, train, test):
+    """Statistics of another structure than the server's are a user's own slip."""
+
+    def other(server, upload):
+        return {"body": upload["body"]}
+
+    with pytest.raises(ValueError) as found:
+        contract.check(broken(fedavg(task), statistics=other), train, test, 6)
+    assert found.value.__notes__[-1] == (
+        "raised while the contract of server_update was checked"
+    )
+
+
+def test_it_tells_what_is_sent(task, train, test):
+    algorithm = broken(
+        fedavg(task),
+        statistics=lambda server, upload: (upload, upload),
+        server_update=lambda key, round, server, aggregate: server,
+    )
+    found = contract.check(algorithm, train, test, 6)
+    assert jax.tree.structure(found.summands) == jax.tree.structure((found.upload,) * 2)
+    assert found.down.moments == () and found.client == () and found.reports == {}
 
 
 def test_a_selection_must_suit_the_algorithm(task):

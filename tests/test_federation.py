@@ -3,6 +3,7 @@
 from collections import Counter
 
 import chex
+import distrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 from flax import linen
 
 from fedvi import nn
-from fedvi.algorithm import Algorithm, ClientOutput, Importance
+from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
 from fedvi.algorithms import fedavg
 from fedvi.cohort import clients_mesh
-from fedvi.federation import Federation
+from fedvi.federation import Federation, take
 from fedvi.selection import Selection, proportional, uniform
 
 TRACES = Counter()
@@ -34,7 +35,7 @@ def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
 
     def server_update(key, round, server, aggregate):
         if reduce == "stack":
-            total = (aggregate.statistics * aggregate.weight).sum()
+            total = (aggregate.uploads * aggregate.weight).sum()
             return total / aggregate.weight.sum()
         return aggregate.mean()
 
@@ -167,24 +168,64 @@ def test_rounds_equals_round_after_round(train, test, task):
     )
 
 
-def test_seeds_may_be_vmapped(train, test, task):
+@pytest.fixture(scope="module")
+def runs(train, test, task):
+    """Three seeds, two rounds, scores; one seed and one client after another."""
     federation = Federation(fedavg(task), train, test, selection=uniform(7, 3))
-    keys = jax.random.split(jax.random.key(0), 2)
+    keys = jax.vmap(jax.random.key)(jnp.arange(5, 8))
+    state, metrics = federation.rounds(federation.init(keys), 2)
+    return federation, keys, jax.device_get(state.server), jax.device_get(metrics)
 
-    def run(key):
-        state, _ = federation.pure_rounds(
-            federation.pure_init(key), federation.train, 2
-        )
-        scores = federation.pure_evaluate(state, federation.train, federation.test)
-        return state.server.params, scores
 
-    together = jax.jit(jax.vmap(run))(keys)
-    alone = jax.jit(run)(keys[1])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-4, atol=1e-5),
-        together,
-        alone,
+def test_each_of_several_runs_is_as_it_would_be_alone(runs):
+    federation, keys, servers, metrics = runs
+    state, own = federation.rounds(federation.init(jax.random.key(6)), 2)
+    chex.assert_trees_all_close(take(servers, 1), state.server, rtol=1e-5)
+    chex.assert_trees_all_close(take(metrics, 1), own, rtol=1e-5)
+    scores = federation.evaluate(state)
+    states = federation.init(keys)
+    states, _ = federation.rounds(states, 2)
+    together = federation.evaluate(states)
+    chex.assert_trees_all_close(take(together, 1), scores, rtol=1e-4)
+    broken = jax.tree.map(lambda a: a.at[1].set(jnp.nan), states.server)
+    assert federation.finite(states._replace(server=broken)).tolist() == [
+        True,
+        False,
+        True,
+    ]
+    assert federation.finite(state).shape == ()
+
+
+def test_groups_and_devices_do_not_change_several_runs(runs):
+    federation, keys, servers, _ = runs
+    other = Federation(
+        federation.algorithm,
+        jax.device_get(federation.train),
+        jax.device_get(federation.test),
+        selection=federation.selection,
+        chunk_size=2,
+        mesh=clients_mesh(2),
+        runs_at_once=3,
     )
+    states = other.init(keys)
+    for _ in range(2):
+        states, metrics = other.round(states)
+    assert metrics.client_ids.shape == (3, 3)
+    assert other._jits["rounds", True]._cache_size() == 1  # it came back where it was
+    chex.assert_trees_all_close(jax.device_get(states.server), servers, rtol=1e-4)
+
+
+def test_what_is_compiled_ahead_is_what_runs(train, test):
+    federation = Federation(mean_of_data(), train, test).variant(chunk_size=2)
+    shapes = federation.shapes(runs=2)
+    compiled = federation.compile("rounds", shapes, n=2)
+    assert compiled.memory_analysis().temp_size_in_bytes > 0
+    seconds, traced = federation.compile_seconds, TRACES["client_update"]
+    assert seconds > 0
+    states = federation.init(jax.random.split(jax.random.key(0), 2))
+    chex.assert_trees_all_equal_shapes_and_dtypes(states, shapes)
+    federation.rounds(states, 2)
+    assert TRACES["client_update"] == traced
 
 
 def test_personal_evaluation_gives_every_client_its_own_model(train, test):
@@ -234,6 +275,66 @@ def test_evaluate_and_clusters_assign_with_the_same_key(train, test):
     np.testing.assert_array_equal(scores.correct, (test.y == drawn[:, None]).sum(1))
     later = np.asarray(federation.clusters(state._replace(round=state.round + 1)))
     assert len(set(drawn)) > 1 and (drawn != later).any()
+
+
+def with_posteriors():
+    """N(server, 1), and N(number of the client's examples, 1)."""
+
+    def normal(mean):
+        return distrax.Normal(jnp.float32(mean), 1.0)
+
+    return mean_of_data()._replace(
+        posterior=normal, personal_posterior=lambda server, personal: normal(personal)
+    )
+
+
+def test_posteriors_are_distributions(train, test):
+    federation = Federation(with_posteriors(), train, test)
+    state = federation.init(jax.random.key(0))
+    assert federation.posterior(state).mean() == -5.0
+    assert federation.posterior(state, client=2).mean() == train.size[2]
+    assert federation.posterior(state, np.int64(4)).mean() == 0
+
+
+def test_a_posterior_that_there_is_not_is_named(train, test):
+    plain = Federation(mean_of_data(), train, test)
+    state = plain.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="mean_of_data has no posterior: its models"):
+        plain.posterior(state)
+    with pytest.raises(ValueError, match="mean_of_data has no personal_posterior"):
+        plain.posterior(state, 1)
+    federation = Federation(with_posteriors(), train, test)
+    for client in (7, -1, 1.5):
+        with pytest.raises(ValueError, match=f"client={client} must be .* 0 to 6"):
+            federation.posterior(state, client)
+    keys = jax.random.split(jax.random.key(0), 2)
+    with pytest.raises(ValueError, match="that of 2 runs"):
+        federation.posterior(federation.init(keys))
+    clustered = with_posteriors()._replace(
+        assign=lambda key, server, client, data: (jnp.int32(0), server)
+    )
+    federation = Federation(clustered, train, test)
+    with pytest.raises(ValueError, match="several global posteriors"):
+        federation.posterior(state)
+    assert federation.posterior(state, 0).mean() == 20
+
+
+def test_an_algorithm_built_for_other_clients_is_refused(train, test, task):
+    assert Task.of(task.model, train)[3:] == (task.clients, task.samples) == (6, 67)
+    assert Task.of(task.model, train, candidates=[1, 4, 5])[3:] == (2, 33)
+    other = fedavg(task._replace(samples=66))
+    message = "clients=6 and samples=66, but 6 clients with 67 examples may take part"
+    with pytest.raises(ValueError, match=message):
+        Federation(other, train, test)
+    some = uniform(7, 2, candidates=[1, 4, 5])
+    with pytest.raises(ValueError, match="but 2 clients with 33 examples"):
+        Federation(fedavg(task), train, test, selection=some)
+    Federation(
+        fedavg(Task.of(task.model, train, candidates=[1, 4, 5])),
+        train,
+        test,
+        selection=some,
+    )
 
 
 def test_without_assign_there_are_no_clusters(train, test):
@@ -450,7 +551,7 @@ def test_mistakes_are_named_before_compilation(train, test):
     with pytest.raises(ValueError, match="selection of 7 clients .* participants=1"):
         Federation(serial, train, test)
     federation = Federation(algorithm, train, test)
-    with pytest.raises(ValueError, match="n=1.5 must be a whole number of rounds"):
+    with pytest.raises(ValueError, match="n=1.5 must be a whole number"):
         federation.rounds(federation.init(jax.random.key(0)), 1.5)
     for key in (0, jax.random.PRNGKey(0)):
         with pytest.raises(ValueError, match="must be a typed key: jax.random.key"):
@@ -532,26 +633,16 @@ def test_a_whole_run_is_one_call(train, test):
     chex.assert_trees_all_close(stack([personal], lambda a: a[0][0]), wanted)
 
 
-def test_a_run_of_several_seeds_is_traced_once(train, test):
+def test_a_whole_run_of_several_seeds_is_traced_once(train, test):
     federation = Federation(mean_of_data(), train, test, selection=uniform(7, 3))
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def run(keys, train, test):
-        def one(key):
-            state = federation.pure_init(key)
-            return federation.pure_run(state, train, test, 2, 3)
-
-        return jax.vmap(one)(keys)
-
-    seeds = [4, 5]
-    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    state, metrics, scores = run(keys, federation.train, federation.test)
-    run(keys, federation.train, federation.test)
+    keys = jax.vmap(jax.random.key)(jnp.array([4, 5]))
+    state, metrics, scores = federation.run(federation.init(keys), 6, 3)
+    traced = TRACES["client_update"]
+    federation.run(federation.init(keys), 6, 3)
+    assert TRACES["client_update"] == traced
     assert metrics.client_ids.shape == (2, 6, 3) and scores.count.shape == (2, 2, 7)
-    for i, seed in enumerate(seeds):
-        alone, *_ = federation.run(federation.init(jax.random.key(seed)), 6, 3)
-        np.testing.assert_allclose(state.server[i], alone.server, rtol=1e-6)
+    alone, *_ = federation.run(federation.init(jax.random.key(5)), 6, 3)
+    np.testing.assert_allclose(state.server[1], alone.server, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

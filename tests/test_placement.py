@@ -10,7 +10,14 @@ from fedvi import algorithms
 from fedvi.cohort import clients_mesh
 from fedvi.federation import Federation, State
 from fedvi.nn import build
-from fedvi.placement import on_host, put, replicate, replicated, state_shardings
+from fedvi.placement import (
+    layered,
+    on_host,
+    put,
+    replicate,
+    replicated,
+    state_shardings,
+)
 
 
 def shapes(**leaves):
@@ -41,10 +48,10 @@ def test_the_longest_axis_that_divides_is_split_and_never_a_clients_axis():
     assert (found.round, found.key) == ((), ())
 
 
-def test_the_seeds_axis_is_never_split_and_a_mesh_of_clients_splits_nothing():
-    seeds = specs(clients_mesh(4, model_devices=4), seeds=True)
-    assert seeds.server["both"] == (None, "model")
-    assert seeds.clients == {"ids_only": (), "own": ()}
+def test_the_runs_axis_is_never_split_and_a_mesh_of_clients_splits_nothing():
+    runs = specs(clients_mesh(4, model_devices=4), runs=True)
+    assert runs.server["both"] == (None, "model")
+    assert runs.clients == {"ids_only": (), "own": ()}
     plain = specs(clients_mesh(8))
     assert set(plain.server.values()) == set(plain.clients.values()) == {()}
 
@@ -68,21 +75,26 @@ def test_on_one_process_placing_is_device_put():
     np.testing.assert_array_equal(on_host(split), np.arange(4.0))
 
 
+def test_vectors_cannot_be_split(task, train, test):
+    with pytest.raises(ValueError, match="fedavg has vectors, .*layered"):
+        Federation(algorithms.fedavg(task), train, test, mesh=clients_mesh(4, 2))
+
+
 @pytest.mark.parametrize("name", ["fedhb_niw", "local_only"])
 def test_models_spread_over_devices_give_the_result_of_one(task, train, test, name):
     """FedHB's server is a Normal-Inverse-Wishart; the other keeps clients' states."""
     model = build("mlp", classes=3, input_shape=(6,), hidden=(6,))
-    algorithm = algorithms.build(name, task._replace(model=model))
+    algorithm = algorithms.build(name, task._replace(model=layered(model)))
     results = {}
     for mesh in (clients_mesh(1), clients_mesh(8, model_devices=2)):
         federation = Federation(algorithm, train, test, mesh=mesh)
         state, metrics = federation.rounds(federation.init(jax.random.key(0)), 2)
         state, _ = federation.rounds(state, 2)
-        assert federation._jit_rounds._cache_size() == 1  # it came back where it was
+        assert federation._jits["rounds", False]._cache_size() == 1  # where it was
         scores = federation.evaluate(state)
+        placed = jax.tree.leaves(state.server)
         state = state._replace(key=jax.random.key_data(state.key))
         results[mesh.size] = jax.device_get((state, metrics.metrics, scores))
-        placed = jax.tree.leaves(state.server)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         results[1],

@@ -8,7 +8,7 @@ import pytest
 
 from fedvi import Federation, StreamedFederation, codecs, data
 from fedvi.algorithm import Algorithm, ClientOutput, Importance
-from fedvi.algorithms import fedavg, pfedbayes
+from fedvi.algorithms import local_only
 from fedvi.cohort import clients_mesh
 from fedvi.selection import proportional, round_robin, uniform
 
@@ -31,7 +31,7 @@ def counting(poisoned: int = -1, reduce: str = "sum") -> Algorithm:
     def server_update(key, round, server, aggregate):
         if reduce == "stack":
             weights = aggregate.weight / aggregate.weight.sum()
-            return (aggregate.statistics * weights).sum()
+            return (aggregate.uploads * weights).sum()
         return aggregate.mean()
 
     def predictive(key, server, *rest):
@@ -130,12 +130,9 @@ def test_blocks_equal_one_call_in_memory(train, test, tmp_path, layout, reduce):
     )
 
 
-@pytest.mark.parametrize(
-    ("build", "codec"), [(fedavg, codecs.INT8), (pfedbayes, codecs.IDENTITY)]
-)
-def test_real_methods_agree_too(train, test, task, build, codec):
-    algorithm = build(task)
-    options = {"selection": round_robin(7, 4), "codec": codec}
+def test_a_real_method_agrees_too(train, test, task):
+    algorithm = local_only(task)  # clients keep vectors
+    options = {"selection": round_robin(7, 4), "codec": codecs.INT8}
     _, expected, _ = in_memory(algorithm, train, test, 3, **options)
     stream, state, _ = streamed(algorithm, train, test, 3, block_size=2, **options)
     chex.assert_trees_all_close(state.server, expected.server, rtol=1e-4, atol=1e-5)

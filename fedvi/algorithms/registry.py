@@ -36,7 +36,8 @@ def builder(options: type[Options] = Options) -> Callable:
                         f"{name}={value!r} is no option of {make.__name__}, which "
                         f"takes {', '.join(known) or 'none'}"
                     )
-            return make(task, options(**given))
+            algorithm = make(task, options(**given))
+            return algorithm._replace(population=(task.clients, task.samples))
 
         build.options = options
         keywords = inspect.signature(options).parameters.values()

@@ -1,16 +1,24 @@
-"""All that the result of a run depends on, as a frozen dataclass."""
+"""What is asked for: all that a run's result depends on, and how it is carried out."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import optax
 
-from fedvi.experiment.settings import check_bounds, setting
-from fedvi.experiment.validation import check_agreement, participants
+from fedvi.codecs import CODECS
+from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
+from fedvi.nn import MODELS
+from fedvi.options import check, option
 
-__all__ = ["PARTITION_OPTIONS", "ExperimentConfig"]
+__all__ = [
+    "PARTITION_OPTIONS",
+    "ExperimentConfig",
+    "RunOptions",
+    "check_novel",
+    "participants",
+]
 
 PARTITION_OPTIONS = (
     "shards",
@@ -38,7 +46,7 @@ class ExperimentConfig:
     flags too.
     """
 
-    algorithm: str = setting(
+    algorithm: str = option(
         "fedhb_niw", "A registered algorithm (flag: several, with commas)."
     )
     options: dict[str, Any] = dataclasses.field(
@@ -46,85 +54,88 @@ class ExperimentConfig:
         metadata={"help": "The algorithm's own options; its defaults for the rest."},
     )
 
-    dataset: str = setting(
+    dataset: str = option(
         "cifar100",
         "digits (embedded), fashion_mnist, mnist, emnist, cifar10, cifar100 or another "
         "tensorflow-datasets name; with data_file any name.",
     )
-    data_file: str | None = setting(
+    data_file: str | None = option(
         None, "An .npz with train_x, train_y, test_x, test_y."
     )
-    data_dir: str | None = setting(
+    data_dir: str | None = option(
         None, "Folder of idx files or of prepared tensorflow-datasets copies."
     )
-    keep_classes: tuple[int, ...] = setting(
+    keep_classes: tuple[int, ...] = option(
         (),
         "Only examples of these classes, relabelled in this order (DSVGD: digits 0 "
         "to 8).",
     )
-    one_against_rest: int | None = setting(
+    one_against_rest: int | None = option(
         None,
         "Two classes: 1 for this one, 0 for the rest (Covertype: 1, lodgepole pine, as "
         "in LIBSVM's covtype.binary).",
     )
-    partition: str = setting(
-        "class_shards", "How the data are split over clients (FedHB §6: class_shards)."
+    partition: str = option(
+        "class_shards",
+        "How the data are split over clients (FedHB §6: class_shards).",
+        choices=PARTITIONS,
     )
-    clients: int = setting(
+    clients: int = option(
         100, "N, number of clients; 0 with by_group: all groups.", at_least=0
     )
-    shards: int | None = setting(
+    shards: int | None = option(
         None, "s, shards a client (class_shards, label_sorted_shards).", at_least=1
     )
-    alpha: float | None = setting(
+    alpha: float | None = option(
         None, "Concentration of the Dirichlet partition.", above=0
     )
-    min_size: int | None = setting(
+    min_size: int | None = option(
         None, "Least training examples of a client (dirichlet).", at_least=0
     )
-    classes_per_client: int | None = setting(
+    classes_per_client: int | None = option(
         None, "Classes that a client holds (class_subsets).", at_least=1
     )
-    train_per_class: int | None = setting(
+    train_per_class: int | None = option(
         None, "Training examples a client and class (class_subsets).", at_least=1
     )
-    test_per_class: int | None = setting(
+    test_per_class: int | None = option(
         None, "Test examples a client and class (class_subsets).", at_least=1
     )
-    pool: bool | None = setting(
+    pool: bool | None = option(
         None,
         "Deal from both splits pooled, so that training images may come from the "
         "official test split (class_subsets).",
     )
-    retries: int | None = setting(
+    retries: int | None = option(
         None, "Draws until every client has min_size (dirichlet).", at_least=1
     )
-    majority: float | None = setting(
+    majority: float | None = option(
         None, "Share of a client's majority class (class_majority).", above=0, below=1
     )
-    cluster_transform: str = setting(
+    cluster_transform: str = option(
         "none",
         "Two clusters: what is done to the data of the second half of the clients. "
         "invert: pixels x become 255 - x; rotate: images rotated by 180 degrees; "
         'relabel: label c becomes classes - 1 - c (cFedBayes\' "reversed" data are one '
         "of the three, it does not say which).",
+        choices=("none", *CLUSTER_TRANSFORMS),
     )
-    second_dataset: str | None = setting(
+    second_dataset: str | None = option(
         None,
         "Two clusters: the data set of the second half of the clients, partitioned "
         "like dataset, whose pixel mean and deviation serve both.",
     )
-    second_data_file: str | None = setting(None, "The data_file of second_dataset.")
-    novel_clients: int = setting(
+    second_data_file: str | None = option(None, "The data_file of second_dataset.")
+    novel_clients: int = option(
         0,
         "Clients, chosen with partition_seed, that never take part in training "
         "(BPFed §VI-C: 1 of 10; FedABML Table 2: 80 of 100).",
         at_least=0,
     )
-    partition_seed: int = setting(
+    partition_seed: int = option(
         0, "Seed of the partition, the same for all seeds of a run.", at_least=0
     )
-    validation_fraction: float = setting(
+    validation_fraction: float = option(
         0.0,
         "0: evaluate on the test data. Above: hold out this part of every client's "
         "training data and evaluate on it; the test data stay untouched.",
@@ -132,126 +143,129 @@ class ExperimentConfig:
         below=1,
     )
 
-    model: str = setting(
-        "mobilenet", "The network (FedHB §6: mobilenet; appendix H: mlp)."
+    model: str = option(
+        "mobilenet",
+        "The network (FedHB §6: mobilenet; appendix H: mlp).",
+        choices=MODELS,
     )
-    hidden: tuple[int, ...] = setting(
+    hidden: tuple[int, ...] = option(
         (256,), "Widths of the hidden layers of mlp (FedHB appendix H: 256)."
     )
-    dtype: str = setting(
+    dtype: Literal["float32", "bfloat16"] = option(
         "float32",
         "Of the activations: float32 or bfloat16, half the memory on an accelerator. "
         "Parameters stay float32 (docs/performance.md).",
     )
-    augment: bool = setting(
+    augment: bool = option(
         True, "Random crop and flip in training and fine-tuning (FedBABU)."
     )
 
-    rounds: int = setting(320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1)
-    fraction: float = setting(
+    rounds: int = option(320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1)
+    fraction: float = option(
         0.1,
         "f: ⌊N·f⌋ clients take part in a round; novel_clients are no part of N. "
         "Methods that say how many (dsvgd: 1, parallel_dsvgd: all) ignore it.",
         above=0,
         at_most=1,
     )
-    selection: str = setting(
+    selection: str = option(
         "uniform",
         "Who takes part: uniform, round_robin, or in proportion to a measure of "
         "importance that the algorithm has (dsvgd: ksd, hip). Methods that take all "
         "clients ignore it (flag: for names of --algorithm without one).",
     )
-    selection_temperature: float = setting(
+    selection_temperature: float = option(
         1.0,
         "T of a selection by importance, P_k in proportion to s_k^(1/T) (1: the "
         "paper; 0: the clients of the largest scores).",
         at_least=0,
     )
-    selection_floor: float = setting(
+    selection_floor: float = option(
         1e-6,
         "Share of a selection by importance that is uniform, so that no client is lost "
         "for good.",
         at_least=0,
         at_most=1,
     )
-    selection_order: Literal["id", "sorted", "shuffled"] = setting(
+    selection_order: Literal["id", "sorted", "shuffled"] = option(
         "id",
         "Turns of round_robin: by id; sorted by the clients' most frequent training "
         "class; shuffled once with partition_seed.",
     )
-    codec: str = setting(
+    codec: str = option(
         "identity",
         "How uploads are written (docs/communication.md): identity; bfloat16, rounded "
         "to nearest; int8, rounded up or down at random without bias.",
+        choices=CODECS,
     )
-    epochs: int = setting(1, "τ, local epochs a round.", at_least=1)
-    batch_size: int = setting(50, "Examples a step.", at_least=1)
-    learning_rate: float = setting(0.1, "Of the clients' optimiser.", above=0)
-    lr_decay: float = setting(
+    epochs: int = option(1, "τ, local epochs a round.", at_least=1)
+    batch_size: int = option(50, "Examples a step.", at_least=1)
+    learning_rate: float = option(0.1, "Of the clients' optimiser.", above=0)
+    lr_decay: float = option(
         0.1, "Factor on the learning rate at each of lr_decay_at.", above=0, at_most=1
     )
-    lr_decay_at: tuple[float, ...] = setting(
+    lr_decay_at: tuple[float, ...] = option(
         (0.5, 0.75), "Fractions of the rounds at which the learning rate decays."
     )
-    momentum: float = setting(
+    momentum: float = option(
         0.9,
         "Heavy-ball momentum of SGD; afresh in every round, but for methods that keep "
         "their clients' moments (pFedBayes and its kin).",
         at_least=0,
         below=1,
     )
-    optimizer: Literal["sgd", "adam", "adagrad", "rmsprop"] = setting(
+    optimizer: Literal["sgd", "adam", "adagrad", "rmsprop"] = option(
         "sgd", "Of the clients, in training and fine-tuning."
     )
-    local_steps: int | None = setting(
+    local_steps: int | None = option(
         None, "R, minibatches a round, in place of epochs.", at_least=1
     )
-    finetune_epochs: int = setting(
+    finetune_epochs: int = option(
         5, "Epochs of personalisation, of body and head.", at_least=0
     )
-    finetune_learning_rate: float = setting(
+    finetune_learning_rate: float = option(
         1e-3, "Learning rate of personalisation.", above=0
     )
 
-    eval_every: int = setting(10, "Rounds between evaluations.", at_least=1)
-    personal_every: int = setting(
+    eval_every: int = option(10, "Rounds between evaluations.", at_least=1)
+    personal_every: int = option(
         0,
         "Rounds between evaluations of the personalised models, a multiple of "
         "eval_every; 0: only at the end. All clients adapt each time.",
         at_least=0,
     )
-    eval_batch_size: int = setting(
+    eval_batch_size: int = option(
         128,
         "Most test examples in one forward pass; matters with batch statistics.",
         at_least=1,
     )
-    final_rounds: int = setting(
+    final_rounds: int = option(
         0,
         "F: evaluate after each of the last F rounds too, personalised models "
         "included, and report the mean (FedABML: 10).",
         at_least=0,
     )
-    window: int = setting(
+    window: int = option(
         0,
         "W: report the mean over the evaluations of the last W rounds of the global "
         "model's figures, and the standard deviation of its accuracy between them "
         "(client selection: 50).",
         at_least=0,
     )
-    finetune_curve: tuple[int, ...] = setting(
+    finetune_curve: tuple[int, ...] = option(
         (),
         "After training, personalised accuracy after each of these numbers of "
         "fine-tuning epochs (FedABML Table 2: 0,1,2,3,4,5,8,10).",
     )
-    ood_dataset: str | None = setting(
+    ood_dataset: str | None = option(
         None,
         "After training, the personalised models' uncertainty on this data set, "
         "partitioned like dataset, beside that on their own test data (FedABML Fig. 5: "
         "mnist against fashion_mnist).",
     )
-    ood_data_file: str | None = setting(None, "The data_file of ood_dataset.")
-    seed: int = setting(0, "Seed of the first run.", at_least=0)
-    seeds: int = setting(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
+    ood_data_file: str | None = option(None, "The data_file of ood_dataset.")
+    seed: int = option(0, "Seed of the first run.", at_least=0)
+    seeds: int = option(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 
     @property
     def method(self) -> str:
@@ -289,11 +303,200 @@ class ExperimentConfig:
         fields = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
+    # When a run is evaluated: every `eval_every` rounds and after each of the last.
+
+    def blocks(self, done: int = 0) -> Iterator[int]:
+        """Numbers of rounds between the evaluations after round `done`, in order.
+
+        The rounds of evaluations do not depend on `done`, so a resumed run has those of
+        a straight one. There are at most three different numbers.
+        """
+        while done < self.rounds:
+            end = min(done - done % self.eval_every + self.eval_every, self.rounds)
+            if self.final_rounds:
+                first_final = self.rounds - self.final_rounds + 1
+                end = min(end, max(done + 1, first_final))
+            yield end - done
+            done = end
+
+    def is_final(self, round: int) -> bool:
+        """Whether a round, counted from 1, is one of the last `final_rounds`."""
+        return round > self.rounds - self.final_rounds
+
+    def in_window(self, round: int) -> bool:
+        """Whether a round, counted from 1, is one of the last `window`."""
+        return round > self.rounds - self.window
+
+    def personal_too(self, round: int) -> bool:
+        """Whether the evaluation after a round includes the personalised models."""
+        regular = self.personal_every > 0 and round % self.personal_every == 0
+        return regular or self.is_final(round) or round == self.rounds
+
     def validate(self) -> None:
         """Checks every field on its own and those that must agree.
 
         Raises:
           ValueError: names the argument, its value and what would be right.
         """
-        check_bounds(self)
-        check_agreement(self)
+        check(self)
+        _check_agreement(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Where and how a run is carried out: nothing that changes its results."""
+
+    run_dir: str = option("", "Run folder. Default: runs/NAME.")
+    overwrite: bool = option(False, "Replace the run that lies in the run folder.")
+    resume: bool = option(False, "Continue the run that lies in the run folder.")
+    chunk_size: int | str = option(
+        "auto",
+        "Clients trained at once on a device: a number, whole (the whole cohort) or "
+        "auto (1 on CPU, else as many as memory allows).",
+    )
+    devices: int | None = option(
+        None,
+        "Devices to use, of all processes together; a CPU shows as many as are asked "
+        "for. Default: every accelerator; of a CPU one for each core and client of a "
+        "round, or one of each process.",
+        at_least=1,
+    )
+    model_devices: int = option(
+        1,
+        "Devices that hold one model together: for models that do not fit on one. "
+        "Must divide the number of devices.",
+        at_least=1,
+    )
+    stream: bool = option(
+        False,
+        "Keep data and clients' states on the host, on disk beside the checkpoint, and "
+        "give the devices a block of clients at a time (docs/scale.md).",
+    )
+    block_size: int = option(256, "Clients in a block of --stream.", at_least=1)
+    checkpoint_every: int = option(
+        1, "Evaluations between checkpoints; the last round always has one.", at_least=1
+    )
+    tensorboard: bool = option(
+        False, "Write TensorBoard event files too (extra: tensorboard)."
+    )
+
+    def validate(self) -> None:
+        """Checks every field.
+
+        Raises:
+          ValueError: names the argument, its value and what would be right.
+        """
+        check(self)
+        if self.overwrite and self.resume:
+            raise ValueError(
+                "overwrite=True and resume=True exclude each other: give one of them"
+            )
+        if not self.run_dir:
+            raise ValueError("run_dir='' is empty: give the name of a run folder")
+        whole = isinstance(self.chunk_size, int) and self.chunk_size >= 1
+        if not whole and self.chunk_size not in ("auto", "whole"):
+            raise ValueError(
+                f"chunk_size={self.chunk_size!r} must be auto, whole or a number of at "
+                "least 1"
+            )
+
+
+def check_novel(clients: int, novel: int) -> None:
+    """Raises `ValueError` if of `clients` clients `novel` ones leave none to train."""
+    if novel >= clients:
+        raise ValueError(
+            f"novel_clients={novel} of clients={clients} leaves nobody to train: give "
+            f"at most {clients - 1}"
+        )
+
+
+def participants(clients: int, fraction: float, novel: int = 0) -> int:
+    """⌊N·f⌋, clients in a round.
+
+    Args:
+      clients: number of clients.
+      fraction: f.
+      novel: clients that never take part, no part of N.
+
+    Raises:
+      ValueError: that is less than one client, or no client is left to train.
+    """
+    check_novel(clients, novel)
+    trained = clients - novel
+    # 100 · 0.29 is 28.999999999999996 in floating point.
+    count = math.floor(trained * fraction + 1e-9)
+    if count < 1:
+        less = f" less novel_clients={novel}" if novel else ""
+        raise ValueError(
+            f"fraction={fraction} of clients={clients}{less} is less than one "
+            f"participant: give a fraction of at least {1 / trained:.4g}, or more "
+            "clients"
+        )
+    return count
+
+
+def _check_agreement(config: ExperimentConfig) -> None:
+    """What no field's own kind, choices and bounds can say."""
+    if config.clients == 0 and config.partition != "by_group":
+        raise ValueError(
+            "clients=0 must be at least 1; only partition='by_group' takes 0"
+        )
+    if config.clients:
+        check_novel(config.clients, config.novel_clients)
+    if config.second_data_file is not None and config.second_dataset is None:
+        raise ValueError(
+            f"second_data_file={config.second_data_file!r} needs a name for its "
+            "data: give second_dataset"
+        )
+    if config.second_dataset is not None and config.cluster_transform != "none":
+        raise ValueError(
+            f"cluster_transform={config.cluster_transform!r} and second_dataset="
+            f"{config.second_dataset!r} exclude each other: give one of them"
+        )
+    if not all(isinstance(width, int) and width >= 1 for width in config.hidden):
+        raise ValueError(
+            f"hidden={list(config.hidden)} must be widths of at least 1, or none"
+        )
+    if list(config.lr_decay_at) != sorted(set(config.lr_decay_at)) or not all(
+        0 < fraction < 1 for fraction in config.lr_decay_at
+    ):
+        raise ValueError(
+            f"lr_decay_at={list(config.lr_decay_at)} must be rising fractions of the "
+            "rounds, between 0 and 1"
+        )
+    if config.personal_every % config.eval_every:
+        raise ValueError(
+            f"personal_every={config.personal_every} must be a multiple of "
+            f"eval_every={config.eval_every}, or 0: only at the end"
+        )
+    _check_end(config)
+
+
+def _check_end(config: ExperimentConfig) -> None:
+    """Checks what is asked of the end of a run."""
+    if config.final_rounds > config.rounds:
+        raise ValueError(
+            f"final_rounds={config.final_rounds} must be at most rounds={config.rounds}"
+        )
+    if config.window > config.rounds:
+        raise ValueError(
+            f"window={config.window} must be at most rounds={config.rounds}: give a "
+            "smaller window, or 0 for the last round's figures"
+        )
+    if config.window and config.final_rounds:
+        raise ValueError(
+            f"window={config.window} and final_rounds={config.final_rounds} exclude "
+            "each other: both are a mean over the last rounds; give one of them"
+        )
+    curve = list(config.finetune_curve)
+    if curve != sorted(set(curve)) or any(
+        not isinstance(epochs, int) or epochs < 0 for epochs in curve
+    ):
+        raise ValueError(
+            f"finetune_curve={curve} must be rising numbers of epochs, at least 0"
+        )
+    if config.ood_data_file is not None and config.ood_dataset is None:
+        raise ValueError(
+            f"ood_data_file={config.ood_data_file!r} needs a name for its data: "
+            "give ood_dataset"
+        )

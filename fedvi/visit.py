@@ -1,0 +1,185 @@
+"""One client's part of a round and of an evaluation: functions of a single `Visit`.
+
+Where clients' data and states come from is not known here: `fedvi.federation` takes
+them out of arrays, `fedvi.streaming` out of files.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedvi.algorithm import Algorithm, Importance
+from fedvi.codecs import IDENTITY, Codec
+from fedvi.data import ClientData
+from fedvi.evaluation import score_in_batches, uncertainty_in_batches
+from fedvi.keys import Purpose, derive
+
+__all__ = [
+    "Call",
+    "Visit",
+    "all_finite",
+    "cluster",
+    "participate",
+    "personal_model",
+    "report",
+    "score_global",
+    "score_personal",
+    "uncertainty",
+]
+
+
+class Call(NamedTuple):
+    """What every client of a round, or of an evaluation, is told.
+
+    Attributes:
+      key: [] typed PRNG key, the run's root.
+      round: [] int32.
+      server: in a round what the algorithm's `broadcast` lets through; in an evaluation
+        the server's whole state.
+    """
+
+    key: jax.Array
+    round: jax.Array
+    server: Any
+
+
+class Visit(NamedTuple):
+    """One client, as a round or an evaluation meets it: no leading clients axis.
+
+    Attributes:
+      id: [] int32.
+      client: what the client keeps between rounds.
+      train: its training data.
+      others: further data sets of the client, of an evaluation.
+    """
+
+    id: jax.Array
+    client: Any
+    train: ClientData
+    others: tuple[ClientData, ...] = ()
+
+
+def _ask(function: Callable, purpose: Purpose, call: Call, visit: Visit):
+    """Calls a function of `(key, server, client, data)` with the client's own key."""
+    key = derive(call.key, purpose, call.round, visit.id)
+    return function(key, call.server, visit.client, visit.train)
+
+
+# In a round: (what is summed over the cohort, what is stacked).
+
+
+def participate(
+    algorithm: Algorithm, call: Call, visit: Visit, codec: Codec = IDENTITY
+):
+    """Trains one participant.
+
+    An empty client, and one of which a NaN or an infinity arrives, counts nothing.
+
+    Args:
+      algorithm: whose `client_update` it is.
+      call: what every participant is told.
+      visit: the participant.
+      codec: of its upload.
+
+    Returns:
+      (what is summed over the cohort, what is stacked): two dicts. Summed: `weight`,
+      `participants`, `metrics` and weight × `statistics`, () with `reduce="stack"`.
+      Stacked: `client`, `weight`, `counts`, `empty`, `failed` and `uploads`, () with
+      `reduce="sum"`.
+    """
+    output = algorithm.client_update(
+        derive(call.key, Purpose.CLIENT_UPDATE, call.round, visit.id),
+        call.round,
+        call.server,
+        visit.client,
+        visit.train,
+    )
+    summed = algorithm.reduce == "sum"
+    upload = output.upload
+    if codec is not IDENTITY:
+        key = derive(call.key, Purpose.ENCODE, call.round, visit.id)
+        upload = codec.decode(codec.encode(key, upload))
+    arrived = algorithm.statistics(call.server, upload) if summed else upload
+    weight = jnp.asarray(output.weight, jnp.float32)
+    empty = visit.train.size == 0
+    finite = all_finite((arrived, output.client, weight))
+    counts = ~empty & finite
+    # `where`, not a product with 0, which would let a NaN through.
+    weight = jnp.where(counts, weight, 0.0)
+    keep = partial(jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0))
+    arrived = keep(arrived)
+    sums = {
+        "weight": weight,
+        "participants": counts.astype(jnp.int32),
+        "metrics": keep(dict(output.metrics)),
+        "statistics": jax.tree.map(lambda s: weight * s, arrived) if summed else (),
+    }
+    outputs = {
+        "client": output.client,
+        "weight": weight,
+        "counts": counts,
+        "empty": empty,
+        "failed": ~empty & ~finite,
+        "uploads": () if summed else arrived,
+    }
+    return sums, outputs
+
+
+def report(measure: Importance, call: Call, visit: Visit):
+    """`((), (report, whether it is finite))`; zeros where it is not."""
+    told = _ask(measure.report, Purpose.REPORT, call, visit)
+    finite = all_finite(told)
+    return (), (jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), told), finite)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """[] bool: no leaf holds a NaN or an infinity."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]))
+
+
+# In an evaluation: all take (algorithm, batch_size, call, visit).
+
+
+def score_global(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+    """`Scores` of the client's global model on its first other data set."""
+    server = call.server
+    if algorithm.assign is not None:
+        _, server = _ask(algorithm.assign, Purpose.ASSIGN, call, visit)
+    # The same draws of the global model for every client.
+    key = derive(call.key, Purpose.PREDICT_GLOBAL, call.round)
+    predict = partial(algorithm.global_predictive, key, server)
+    return score_in_batches(predict, visit.others[0], batch_size)
+
+
+def score_personal(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+    """`Scores` of the personalised model on the client's first other data set."""
+    predict = _personal_predictive(algorithm, call, visit)
+    return score_in_batches(predict, visit.others[0], batch_size)
+
+
+def uncertainty(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+    """A tuple of `Uncertainty` of the personalised model, one for each other data."""
+    predict = _personal_predictive(algorithm, call, visit)
+    return tuple(
+        uncertainty_in_batches(predict, data, batch_size) for data in visit.others
+    )
+
+
+def cluster(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+    """[] int32, the client's cluster."""
+    return _ask(algorithm.assign, Purpose.ASSIGN, call, visit)[0]
+
+
+def personal_model(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+    """What `Algorithm.personalise` makes of the client."""
+    return _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+
+
+def _personal_predictive(algorithm: Algorithm, call: Call, visit: Visit) -> Callable:
+    personal = personal_model(algorithm, 0, call, visit)
+    key = derive(call.key, Purpose.PREDICT_PERSONAL, call.round, visit.id)
+    return partial(algorithm.personal_predictive, key, call.server, personal)
