@@ -10,7 +10,7 @@ python examples/bpfed.py \
 `--help` lists every setting; a flag on the command line overrides the flag file's.
 """
 
-from fedvi.experiment import runner, script
+from fedvi import experiment
 
 if __name__ == "__main__":
-    script.start(runner.run_all)
+    experiment.start()

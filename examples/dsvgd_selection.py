@@ -12,7 +12,7 @@ of all of them, `comparison.txt` and `comparison.png`, lie in the common run fol
 `--help` lists every setting; a flag on the command line overrides the flag file's.
 """
 
-from fedvi.experiment import runner, script
+from fedvi import experiment
 
 if __name__ == "__main__":
-    script.start(runner.run_all)
+    experiment.start()

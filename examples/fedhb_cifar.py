@@ -9,7 +9,7 @@ python examples/fedhb_cifar.py --data_file=cifar100.npz \
 `--help` lists every setting; a flag on the command line overrides the flag file's.
 """
 
-from fedvi.experiment import runner, script
+from fedvi import experiment
 
 if __name__ == "__main__":
-    script.start(runner.run_all)
+    experiment.start()

@@ -1,6 +1,25 @@
-"""Running experiments: the run folder, checkpoints and plots."""
+"""Running experiments: from a configuration, or a command line, to a run folder."""
 
-from fedvi.experiment import checkpoint, plots
-from fedvi.experiment.recorder import Recorder, prepare, table
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.loading import load_data
+from fedvi.experiment.processes import HostOptions
+from fedvi.experiment.run import run, run_all
 
-__all__ = ["Recorder", "checkpoint", "plots", "prepare", "table"]
+__all__ = [
+    "ExperimentConfig",
+    "HostOptions",
+    "RunOptions",
+    "load_data",
+    "run",
+    "run_all",
+    "start",
+]
+
+
+def __getattr__(name: str):
+    """`start`, when it is asked for: absl's flags are for scripts."""
+    if name == "start":
+        from fedvi.experiment.command_line import start
+
+        return start
+    raise AttributeError(f"module 'fedvi.experiment' has no attribute {name!r}")

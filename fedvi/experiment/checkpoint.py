@@ -2,7 +2,12 @@
 
 A kill at any moment leaves either the previous checkpoint or the new one, never a mix:
 the file is written beside its target and renamed over it. Metadata sits inside the
-same file, so that state and round number cannot disagree. Nothing is pickled.
+same file, so that state and round number cannot disagree. Nothing is pickled. A `Flat`
+is written layer by layer, under the layers' names.
+
+Not Orbax: this is one file, renamed in one step together with its metadata, keeps typed
+keys and bits, and names the settings that differ; Orbax's folders would need all of
+that around them.
 """
 
 import contextlib
@@ -19,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedvi.experiment.files import write_atomically
+from fedvi.experiment.folder import write_atomically
+from fedvi.flat import Flat
 from fedvi.placement import put
 
 __all__ = ["fingerprint", "read_metadata", "restore", "save"]
@@ -69,7 +75,7 @@ def save(path: str | Path, tree: Any, metadata: Mapping[str, Any]) -> None:
             f"its keys are {sorted(metadata)}"
         )
     arrays, kinds = {}, {}
-    for name, leaf in _named_leaves(tree):
+    for name, leaf in _named_leaves(_by_layer(tree)):
         arrays[name], kinds[name] = _encode(name, leaf)
     header = _canonical({"metadata": metadata, "kinds": kinds}).encode()
     arrays[_METADATA] = np.frombuffer(header, np.uint8)
@@ -104,7 +110,8 @@ def restore(
     arrays, kinds, metadata = _read(Path(path))
     if metadata["fingerprint"] != fingerprint:
         raise ValueError(_mismatch(path, metadata, fingerprint, config))
-    leaves = _named_leaves(like)
+    by_layer = _by_layer(like)
+    leaves = _named_leaves(by_layer)
     expected = {name for name, _ in leaves}
     for problem, names in (
         ("lacks", sorted(expected - arrays.keys())),
@@ -115,10 +122,11 @@ def restore(
                 f"checkpoint {path} {problem} leaf {', '.join(names)}: it was written "
                 "for a state of another structure; start again with another run folder"
             )
-    restored = [
+    values = [
         _decode(path, name, leaf, arrays[name], kinds[name]) for name, leaf in leaves
     ]
-    return jax.tree.unflatten(jax.tree.structure(like), restored), metadata
+    tree = jax.tree.unflatten(jax.tree.structure(by_layer), values)
+    return jax.tree.map(_placed, like, tree, is_leaf=_is_flat), metadata
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -140,6 +148,29 @@ def _canonical(value: Any) -> str:
             f"configuration and metadata must be JSON-like (dict, list, str, number, "
             f"bool, None): {error}"
         ) from error
+
+
+def _is_flat(node: Any) -> bool:
+    return isinstance(node, Flat)
+
+
+def _by_layer(tree: Any) -> Any:
+    """Every `Flat`, of arrays or shapes, as a tree of its layers, numpy or shapes."""
+
+    def layers(node):
+        if not _is_flat(node):
+            return node
+        vector, layout = node.vector, node.layout
+        shapes = [(*vector.shape[:-1], *shape) for shape in layout.shapes]
+        if isinstance(vector, jax.ShapeDtypeStruct):
+            parts = [jax.ShapeDtypeStruct(shape, vector.dtype) for shape in shapes]
+        else:
+            cuts = np.cumsum(layout.sizes)[:-1]
+            parts = np.split(np.asarray(vector), cuts, axis=-1)
+            parts = [part.reshape(shape) for shape, part in zip(shapes, parts)]
+        return layout.treedef.unflatten(parts)
+
+    return jax.tree.map(layers, tree, is_leaf=_is_flat)
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -182,6 +213,17 @@ def _decode(
             f"expected {wanted.dtype}{list(wanted.shape)}: it was written for another "
             "model or number of clients; start again with another run folder"
         )
+    return value
+
+
+def _placed(like: Any, value: Any) -> Any:
+    """What was read, as the leaf, or `Flat`, of `like` that it stands for."""
+    if _is_flat(like):
+        lead = like.vector.shape[:-1]
+        parts = [part.reshape(*lead, -1) for part in jax.tree.leaves(value)]
+        vector = np.concatenate(parts, -1) if parts else np.zeros(like.vector.shape)
+        vector = _placed(like.vector, vector.astype(like.vector.dtype))
+        return Flat(vector, like.layout)
     if isinstance(like, (bool, int, float, complex)):
         return type(like)(value.item())
     if isinstance(like, (np.ndarray, np.generic)):

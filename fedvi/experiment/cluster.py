@@ -1,4 +1,11 @@
-"""Joining the processes of a run, and ending well when one of them is lost."""
+"""Joining the processes of a run, and ending well when one of them is lost.
+
+A process that dies takes its sockets along, and on CPU the others' next collective
+raises. On an accelerator, or where a whole machine is gone, it only never returns. So
+every process counts up a number in the key-value store of JAX's coordination service
+and watches those of the others; JAX's own heartbeat would end the survivors too, but
+by an abort that no program can put into words.
+"""
 
 import os
 import re
@@ -7,20 +14,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed
 
-from fedvi.experiment import build, checkpoint, recorder
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.host_options import HostOptions
-from fedvi.experiment.run_options import RunOptions
-from fedvi.experiment.watchdog import Watchdog
+from fedvi.experiment import checkpoint, folder
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.processes import HostOptions
+from fedvi.experiment.setup import usable_cores
 
-__all__ = ["LOST", "Cluster", "lost_line", "show_cpus"]
+__all__ = ["LOST", "Cluster", "Watchdog", "lost_line", "show_cpus"]
 
 LOST = 3  # exit code of a process that lost another one
 # What a collective says whose other end is gone (gloo on CPU, NCCL on GPU), and JAX's
@@ -29,6 +35,8 @@ _GONE = re.compile(r"gloo|nccl|unavailable|aborted|heartbeat|coordination", re.I
 # Process 0 holds the coordination service: without it the others' JAX aborts before
 # they can say anything.
 _LINGER_SECONDS = 1.0
+_PREFIX = "fedvi/alive/"
+_DONE = "done"
 
 
 class Cluster:
@@ -62,7 +70,7 @@ class Cluster:
         """
         options = self._options
         if not options.several:
-            show_cpus(build.usable_cores() if devices is None else devices)
+            show_cpus(usable_cores() if devices is None else devices)
             return
         if options.process_id == 0 and options.coordinator_address is not None:
             _check_port(options.coordinator_address)
@@ -182,12 +190,12 @@ def lost_line(
     else:
         line = f"one of the other {processes - 1} processes was lost"
     for config, options in runs:
-        folder = Path(options.run_dir)
-        if (folder / recorder.SUMMARY).exists():
+        run_dir = Path(options.run_dir)
+        if (run_dir / folder.SUMMARY).exists():
             continue
-        path = folder / recorder.CHECKPOINT
+        path = run_dir / folder.CHECKPOINT
         if not path.exists():
-            return f"{line}; {folder} holds no checkpoint: start all {processes} again"
+            return f"{line}; {run_dir} holds no checkpoint: start all {processes} again"
         try:
             done = checkpoint.read_metadata(path)["round"]
         except ValueError as error:
@@ -240,3 +248,90 @@ def _initialize(options: HostOptions) -> None:
             f"coordinator_address={options.coordinator_address!r} cannot be used "
             f"({error}): give another one to all processes"
         ) from error
+
+
+class Watchdog:
+    """Tells when another process is lost.
+
+    Args:
+      client: of JAX's coordination service.
+      process: id of this process.
+      processes: how many there are.
+      timeout: seconds without a sign of life after which a process is lost.
+      on_loss: called once, in a thread of its own, with the ids of those lost.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        process: int,
+        processes: int,
+        timeout: float,
+        on_loss: Callable[[list[int]], Any],
+    ):
+        self._client = client
+        self._process = process
+        self._timeout = timeout
+        self._on_loss = on_loss
+        self._interval = min(1.0, timeout / 10)
+        now = time.monotonic()
+        self._seen = {p: ("", now) for p in range(processes) if p != process}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Begins to give and to look for signs of life."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Says that this process is done, so that nobody misses it."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join()
+            self._say(_DONE)
+
+    def missing(self, wait: float = 5.0) -> list[int]:
+        """Ids of the processes that have just gone, after at most `wait` seconds."""
+        deadline = time.monotonic() + wait
+        while not (gone := self._silent(4 * self._interval)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(self._interval / 4)
+        return gone
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stopped.wait(self._interval):
+            count += 1
+            try:
+                self._say(str(count))
+                self._look()
+            except (AttributeError, TypeError):
+                return  # another version of JAX; its own heartbeat is still there
+            except Exception:
+                # The store is with process 0. JAX's own heartbeat is still there.
+                if self._process == 0 or self._stopped.is_set():
+                    return
+                self._seen[0] = ("", -self._timeout)
+            if gone := self._silent(self._timeout):
+                self._on_loss(gone)
+                return
+
+    def _say(self, word: str) -> None:
+        key = f"{_PREFIX}{self._process}"
+        self._client.key_value_set(key, word, allow_overwrite=True)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for key, word in self._client.key_value_dir_get(_PREFIX):
+            process = int(key.rsplit("/", 1)[1])
+            if process in self._seen and self._seen[process][0] != word:
+                self._seen[process] = (word, now)
+
+    def _silent(self, seconds: float) -> list[int]:
+        now = time.monotonic()
+        return [
+            process
+            for process, (word, since) in sorted(self._seen.items())
+            if word != _DONE and now - since > seconds
+        ]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from fedvi import checks, data
+from fedvi import data
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment.config import ExperimentConfig
 
@@ -75,7 +75,6 @@ def _dataset(
 
 
 def _federated(config: ExperimentConfig, dataset: data.Dataset) -> FederatedData:
-    checks.one_of("partition", config.partition, data.PARTITIONS)
     taken = inspect.signature(data.PARTITIONS[config.partition]).parameters
     given = config.partition_options()
     partition = data.partition(

@@ -1,5 +1,6 @@
 """How many clients and seeds train at once, chosen from backend and memory."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["Plan", "choose", "free_memory", "temporary_bytes"]
+from fedvi.cohort import AXIS
+from fedvi.experiment import processes
+from fedvi.experiment.config import RunOptions
+from fedvi.experiment.setup import Experiment
+from fedvi.federation import BaseFederation, State
+
+__all__ = ["Plan", "choose", "free_memory", "grouped", "temporary_bytes"]
 
 # Part of the free memory that a plan may fill; the rest is for what XLA's figure does
 # not count, such as fragmentation and library workspaces.
@@ -28,6 +35,73 @@ class Plan(NamedTuple):
     chunk_size: int
     seeds_at_once: int
     reason: str
+
+
+def grouped(
+    federation: BaseFederation,
+    experiment: Experiment,
+    options: RunOptions,
+    shapes: State,
+) -> tuple[Plan, BaseFederation]:
+    """Chooses a plan, compiling a block of rounds on the way; one for all processes.
+
+    Args:
+      federation: of the experiment.
+      experiment: what is run.
+      options: where and how.
+      shapes: of the states of all seeds.
+
+    Returns:
+      (the plan, the federation that follows it).
+
+    Raises:
+      ValueError: as `choose`.
+    """
+    config, mesh = experiment.config, federation.mesh
+    device = mesh.local_devices[0]
+    if options.stream:
+        return _streamed(federation, options, device.platform)
+    candidates: dict[tuple[int, int], BaseFederation] = {}
+
+    def compile_block(chunk_size: int, seeds_at_once: int):
+        groups = {"chunk_size": chunk_size, "runs_at_once": seeds_at_once}
+        candidate = federation.variant(**groups)
+        candidates[chunk_size, seeds_at_once] = candidate
+        return candidate.compile("rounds", shapes, n=next(config.blocks()))
+
+    free = free_memory(device)
+    if free is not None and device.platform == "cpu":
+        free //= len(mesh.local_devices)  # they share it
+    frees = processes.exchange(free)
+    free = None if None in frees else min(frees)
+    if free is not None:
+        free -= sum(
+            math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
+            for s in jax.tree.leaves(shapes)
+        )
+    chosen, _ = processes.everywhere(
+        lambda: choose(
+            compile_block,
+            cohort=-(-experiment.together // mesh.shape[AXIS]),
+            seeds=config.seeds,
+            requested=options.chunk_size,
+            platform=device.platform,
+            limit=free,
+        )
+    )
+    processes.agree({"chunk_size and seeds at once": list(chosen[:2])})
+    return chosen, candidates[chosen.chunk_size, chosen.seeds_at_once]
+
+
+def _streamed(
+    federation: BaseFederation, options: RunOptions, platform: str
+) -> tuple[Plan, BaseFederation]:
+    """Of a stream the size of a block, not of a chunk, is what bounds memory."""
+    whole = options.block_size
+    auto = 1 if platform == "cpu" else whole
+    chunk = {"auto": auto, "whole": whole}.get(options.chunk_size, options.chunk_size)
+    line = f"clients streamed in blocks of {whole}, chunk_size={chunk}"
+    return Plan(chunk, 1, line), federation.variant(chunk_size=chunk)
 
 
 def choose(

@@ -1,25 +1,78 @@
-"""The rows of `metrics.csv`, one per evaluation and seed, and of `selection.csv`."""
+"""What a run writes down as it goes: rows of its CSV files, and its problems."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from fedvi import codecs
+from fedvi.codecs import tree_bytes
+from fedvi.contract import Messages
 from fedvi.evaluation import Scores, adjusted_rand_index, summarise
-from fedvi.experiment.build import Experiment
-from fedvi.experiment.communication import bytes_per_round
-from fedvi.federation import RoundMetrics
+from fedvi.experiment.setup import Experiment
+from fedvi.federation import RoundMetrics, take
 from fedvi.selection import Choice
 
-__all__ = ["MODELS", "choice_rows", "evaluation_rows", "seed_of"]
+__all__ = [
+    "MODELS",
+    "Problems",
+    "RoundBytes",
+    "bytes_per_round",
+    "choice_rows",
+    "evaluation_rows",
+]
 
 MODELS = ("global", "personal")
+_WEIGHT = 4  # bytes of a client's weight; no codec touches it
+_SHOWN = 10  # ids or rounds named in one line
 
 
-def seed_of(tree: Any, index: int) -> Any:
-    """One seed's part of a pytree with leaves `[seeds, ...]`."""
-    return jax.tree.map(lambda leaf: leaf[index], tree)
+class RoundBytes(NamedTuple):
+    """Bytes of a round, of all participants together, from the shapes of what is sent.
+
+    Attributes:
+      up: of the uploads by the codec and their weights, if nothing is withheld.
+      up_as_sums: if clients made the statistics and only sums left them, as in secure
+        aggregation: float32, by no codec; None with `reduce="stack"`.
+      down: of what they are sent.
+      withheld: that `up` falls by for every value that each participant withholds.
+    """
+
+    up: int
+    up_as_sums: int | None
+    down: int
+    withheld: int
+
+    def sent_up(self, metrics: Mapping[str, float]) -> float:
+        """Bytes up of rounds with these mean metrics, of which one is `withheld`."""
+        saved = self.withheld * metrics.get("withheld", 0.0)
+        return self.up - (saved if np.isfinite(saved) else 0.0)
+
+
+def bytes_per_round(experiment: Experiment, messages: Messages) -> RoundBytes:
+    """Counts the bytes of a round.
+
+    Where clients are chosen by their importance, every candidate gets what goes down
+    before, and the participants no second time; and every candidate's report goes up.
+    """
+    codec = codecs.named(experiment.config.codec)
+    participants, measure = experiment.selection.size, experiment.selection.measure
+    receivers, reports = participants, 0
+    if measure is not None:
+        receivers = len(experiment.trained)
+        reports = tree_bytes(messages.reports[measure]) * receivers
+    upload = codecs.payload_bytes(codec, messages.upload) + _WEIGHT
+    as_sums = None
+    if experiment.algorithm.reduce == "sum":
+        summands = tree_bytes(messages.summands) + _WEIGHT
+        as_sums = summands * participants + reports
+    return RoundBytes(
+        upload * participants + reports,
+        as_sums,
+        tree_bytes(messages.down) * receivers,
+        codecs.bytes_per_value(codec) * participants,
+    )
 
 
 def evaluation_rows(
@@ -31,6 +84,7 @@ def evaluation_rows(
     scores: Mapping[str, Scores],
     clusters: np.ndarray | None,
     seconds: float,
+    per_round: RoundBytes,
 ) -> list[dict[str, Any]]:
     """One row per seed.
 
@@ -50,14 +104,12 @@ def evaluation_rows(
         evaluated, of the `personal` ones.
       clusters: `[seeds, clients]`, or None.
       seconds: of one round of one seed, in this block.
+      per_round: bytes.
     """
     counted = ~(metrics.empty | metrics.failed).all(-1)
     groups = {"": experiment.trained}
     if len(experiment.novel):
         groups["novel_"] = experiment.novel
-    # From shapes, at the cost of a trace: only where it is not the same in all rows.
-    varies = "withheld" in metrics.metrics
-    sent_up = bytes_per_round(experiment).sent_up if varies else None
     rows = []
     for index, seed in enumerate(seeds):
         row = {
@@ -65,15 +117,15 @@ def evaluation_rows(
             "seed": seed,
             "split": experiment.config.evaluated_on,
             "seconds": seconds,
-            **_mean_metrics(seed_of(metrics.metrics, index), counted[index]),
+            **_mean_metrics(take(metrics.metrics, index), counted[index]),
         }
-        if sent_up is not None:
-            row["bytes_up"] = round(sent_up(row))
+        if "withheld" in row:
+            row["bytes_up"] = int(np.rint(per_round.sent_up(row)))
         if metrics.choice:
             row["clipped"] = float(metrics.choice.clipped[index].mean())
         for group, ids in groups.items():
             own = {
-                model: summarise(seed_of(seed_of(tree, index), ids))
+                model: summarise(take(take(tree, index), ids))
                 for model, tree in scores.items()
             }
             for model in MODELS:
@@ -106,15 +158,11 @@ def choice_rows(
         {
             "round": first_round + offset,
             "seed": seed,
-            **_choice_row(*_at((metrics.client_ids, metrics.choice), index, offset)),
+            **_choice_row(*take((metrics.client_ids, metrics.choice), (index, offset))),
         }
         for offset in range(metrics.client_ids.shape[1])
         for index, seed in enumerate(seeds)
     ]
-
-
-def _at(tree: Any, index: int, offset: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[index, offset], tree)
 
 
 def _choice_row(client_ids: np.ndarray, choice: Choice) -> dict[str, Any]:
@@ -144,3 +192,112 @@ def _mean_metrics(metrics: Mapping[str, np.ndarray], counted) -> dict[str, float
         key: float(values[counted].mean()) if counted.any() else float("nan")
         for key, values in metrics.items()
     }
+
+
+class Problems:
+    """Counts what went wrong in a run and puts it into words.
+
+    Args:
+      saved: what `to_dict` of an earlier stretch of the run returned.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None):
+        saved = saved or {}
+        self._empty = _restored(saved, "empty")
+        self._failed = _restored(saved, "failed")
+        self._lost = _restored(saved, "lost_rounds")
+        self._invalid = _restored(saved, "invalid")
+        self._equal = _restored(saved, "equal_chances")
+
+    def add(self, first_round: int, seeds: Sequence[int], metrics: RoundMetrics):
+        """Counts a block of rounds.
+
+        Args:
+          first_round: number of the block's first round, counted from 1.
+          seeds: the seeds.
+          metrics: leaves `[seeds, rounds, ...]`, numpy.
+
+        Returns:
+          Lines for the user; none if nothing happened.
+        """
+        lines = []
+        empty = _count(metrics.client_ids, metrics.empty)
+        new = sorted(set(empty) - set(self._empty))
+        if new:
+            lines.append(f"without training data, skipped: {_several('client', new)}")
+        self._empty += empty
+        for index, seed in enumerate(seeds):
+            failed = _count(metrics.client_ids[index], metrics.failed[index])
+            if failed:
+                last = first_round + metrics.failed.shape[1] - 1
+                lines.append(
+                    f"WARNING: seed {seed}, rounds {first_round} to {last}: left out "
+                    f"{_several('client', sorted(failed))}: NaN or infinity returned"
+                )
+            self._failed += failed
+            lost = (metrics.empty[index] | metrics.failed[index]).all(-1)
+            if lost.any():
+                rounds = (np.flatnonzero(lost) + first_round).tolist()
+                lines.append(
+                    f"WARNING: seed {seed}: no participant's upload counted in "
+                    f"{_several('round', rounds)}; the server stayed as it was"
+                )
+                self._lost[seed] += int(lost.sum())
+            if metrics.choice:
+                lines += self._add_choice(first_round, seed, metrics.choice, index)
+        return lines
+
+    def _add_choice(
+        self, first_round: int, seed: int, choice: Choice, index: int
+    ) -> list[str]:
+        lines = []
+        invalid = Counter(np.nonzero(choice.invalid[index])[1].tolist())
+        if invalid:
+            rounds = np.flatnonzero(choice.invalid[index].any(-1)) + first_round
+            lines.append(
+                f"WARNING: seed {seed}, {_several('round', rounds.tolist())}, "
+                f"{_several('client', sorted(invalid))}: report or score not finite: "
+                "not selectable"
+            )
+        self._invalid += invalid
+        equal = choice.uniform[index]
+        if equal.any():
+            rounds = (np.flatnonzero(equal) + first_round).tolist()
+            lines.append(
+                f"seed {seed}: no score was positive in {_several('round', rounds)}: "
+                "all clients had the same chance"
+            )
+            self._equal[seed] += int(equal.sum())
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: by client id, over all rounds and seeds, participations
+        that were `empty` or `failed` and rounds in which it was `invalid` for the
+        selection; by seed, `lost_rounds` and those of `equal_chances`.
+        """
+        counters = {
+            "empty": self._empty,
+            "failed": self._failed,
+            "lost_rounds": self._lost,
+            "invalid": self._invalid,
+            "equal_chances": self._equal,
+        }
+        return {
+            name: {str(k): counter[k] for k in sorted(counter)}
+            for name, counter in counters.items()
+        }
+
+
+def _restored(saved: Mapping[str, Any], name: str) -> Counter:
+    # JSON has turned the ids into strings.
+    return Counter({int(k): v for k, v in saved.get(name, {}).items()})
+
+
+def _count(client_ids: np.ndarray, where: np.ndarray) -> Counter:
+    return Counter(client_ids[where].tolist())
+
+
+def _several(noun: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}{more}"

@@ -1,4 +1,4 @@
-"""Several processes that run one program: what they tell each other.
+"""Several processes that run one program: how they find each other, what they tell.
 
 Every process runs the same code on its own devices. Here are the few places where
 they must wait for each other: one process's mistake is everybody's, and only process 0
@@ -6,16 +6,27 @@ touches the run folder. With one process these functions only call what they are
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["agree", "everywhere", "exchange", "is_first", "on_first", "quiet"]
+from fedvi.options import check, option
+
+__all__ = [
+    "HostOptions",
+    "agree",
+    "everywhere",
+    "exchange",
+    "is_first",
+    "on_first",
+    "quiet",
+]
 
 _T = TypeVar("_T")
 _SMALLEST = 1024  # bytes; sizes are powers of two, so that few programs compile
@@ -105,3 +116,80 @@ def agree(values: Mapping[str, Any]) -> None:
                 f"the processes do not agree: {'; '.join(differing)}; give all the "
                 "same flags, files and versions"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class HostOptions:
+    """How the processes of a run find each other; by default there is one."""
+
+    distributed: Literal["off", "auto"] = option(
+        "off",
+        "auto: one of several processes that JAX finds by itself (Slurm, Open MPI, "
+        "Kubernetes, TPU pod).",
+    )
+    coordinator_address: str | None = option(
+        None, "HOST:PORT of process 0, where the processes of a run meet."
+    )
+    num_processes: int | None = option(
+        None, "Processes of the run; each gets its own --process_id.", at_least=1
+    )
+    process_id: int | None = option(
+        None, "Of this process, from 0; process 0 writes the files.", at_least=0
+    )
+    start_timeout: int = option(
+        300, "Seconds that the processes wait for each other at the start.", at_least=1
+    )
+    lost_timeout: int = option(
+        100,
+        "Seconds without a sign of life after which a process counts as lost (JAX's "
+        "own figure).",
+        at_least=3,
+    )
+
+    @property
+    def several(self) -> bool:
+        """Whether JAX's distributed service is asked for."""
+        return self.distributed == "auto" or self.coordinator_address is not None
+
+    def validate(self, devices: int | None = None) -> None:
+        """Checks every field, before anything starts.
+
+        Args:
+          devices: of all processes together, if asked for.
+
+        Raises:
+          ValueError: names the flag, its value and what would be right.
+        """
+        check(self)
+        three = ("coordinator_address", "num_processes", "process_id")
+        given = [name for name in three if getattr(self, name) is not None]
+        missing = [name for name in three if name not in given]
+        if self.distributed == "off" and given and missing:
+            raise ValueError(
+                f"{_named(given)} without {_named(missing)}: several processes need "
+                "all three, or --distributed=auto where JAX can find them"
+            )
+        if self.coordinator_address is not None:
+            host, _, port = self.coordinator_address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(
+                    f"coordinator_address={self.coordinator_address!r} must be "
+                    "HOST:PORT, such as node1:12345"
+                )
+        if self.num_processes is None:
+            return
+        if self.process_id is not None and self.process_id >= self.num_processes:
+            raise ValueError(
+                f"process_id={self.process_id} must be at most "
+                f"{self.num_processes - 1}: the ids of "
+                f"num_processes={self.num_processes} count from 0"
+            )
+        if devices is not None and devices % self.num_processes:
+            raise ValueError(
+                f"devices={devices} must be a multiple of "
+                f"num_processes={self.num_processes}: each gives as many"
+            )
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)

@@ -1,41 +1,104 @@
-"""absl flags for an experiment.
+"""The command line: flags in, runs out, a user's mistake in one line.
 
 One flag per field of `ExperimentConfig`, `RunOptions` and `HostOptions`, one per
 option of every registered algorithm, and a few of the command line's own.
 """
 
 import dataclasses
-import inspect
 import os
-import re
-import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
+import absl.app
+import absl.logging
+import jax
 from absl import flags
 
 from fedvi.algorithms import ALGORITHMS, options_of
-from fedvi.codecs import CODECS
-from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.host_options import HostOptions
-from fedvi.experiment.run_options import RunOptions
-from fedvi.nn import MODELS
+from fedvi.experiment.cluster import Cluster
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.processes import HostOptions
+from fedvi.experiment.run import run_all
+from fedvi.options import choices_of, kinds_of
 
-__all__ = ["define", "parse", "read", "read_hosts"]
+__all__ = ["define", "parse", "read", "read_hosts", "start"]
 
-# `--help` lists the flags under the script that calls `define`.
+# `--help` lists the flags under the script that calls `start`.
 flags.disclaim_key_flags()
 
-_ENUMS = {
-    "partition": PARTITIONS,
-    "model": MODELS,
-    "codec": CODECS,
-    "cluster_transform": ("none", *CLUSTER_TRANSFORMS),
-}
-_UNSET = inspect.Parameter.empty
+
+def start(
+    main: Callable[
+        [list[tuple[ExperimentConfig, RunOptions]]], Sequence[Mapping[str, Any]]
+    ] = run_all,
+) -> NoReturn:
+    """Runs a script: defines and parses the flags, calls `main` with the runs.
+
+    A script of a user's own registers algorithms before (`fedvi.algorithms.register`).
+
+    A mistake in the flags ends in one line and exit code 2; a `ValueError` of fedvi,
+    or a failed run among the summaries that `main` returns, in one line and exit
+    code 1; everything else keeps its traceback. The flags of `HostOptions` make it
+    one of several processes: if another one is lost it ends in one line and exit
+    code 3 (`fedvi.experiment.cluster`).
+    """
+
+    def parse_or_exit(argv):
+        try:
+            return parse(argv)
+        except flags.Error as error:
+            Cluster(HostOptions()).leave(2, error)
+
+    def run(argv):
+        cluster = Cluster(HostOptions())
+        try:
+            runs, hosts = read(), read_hosts()
+            if not flags.FLAGS["verbosity"].present:
+                absl.logging.set_verbosity(absl.logging.WARNING)
+            _use_cache(flags.FLAGS.compilation_cache)
+            cluster = Cluster(hosts, runs)
+            cluster.join(flags.FLAGS.devices)
+            problem = _failed(main(runs))
+            if problem:
+                cluster.leave(1, problem)
+            cluster.done()
+        except flags.Error as error:
+            cluster.leave(2, error)
+        except KeyboardInterrupt:
+            line = "interrupted; --resume continues from the last checkpoint"
+            cluster.leave(130, line)
+        except Exception as error:
+            cluster.check(error)
+            # JAX leaves a note on what was raised while it traced: no user's mistake.
+            if isinstance(error, ValueError) and not getattr(error, "__notes__", None):
+                cluster.leave(1, error)
+            cluster.give_up()
+            raise
+
+    define()
+    absl.app.run(run, flags_parser=parse_or_exit)
+
+
+def _failed(summaries: Sequence[Mapping[str, Any]]) -> str | None:
+    failed = [one["method"] for one in summaries if one["failed"]]
+    if not failed:
+        return None
+    return (
+        f"{', '.join(failed)} failed: the server's state is not finite, or no "
+        "participant's upload counted in any round; a smaller learning_rate may help"
+    )
+
+
+def _use_cache(folder: str) -> None:
+    """Turns JAX's persistent cache on, unless the user's environment already did."""
+    if folder and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# Flags.
 
 
 class _NumberParser(flags.ArgumentParser):
@@ -92,10 +155,9 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             if field.name not in ("algorithm", "options"):
-                help = field.metadata["help"]
-                _define_one(
-                    field.name, hints[field.name], field.default, help, flag_values
-                )
+                hint, help = hints[field.name], field.metadata["help"]
+                choices = choices_of(field, hint)
+                _define_one(field.name, hint, choices, field.default, help, flag_values)
     flags.DEFINE(
         _AlgorithmsParser(),
         "algorithm",
@@ -121,8 +183,8 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         _define_option(option, takers, flag_values)
 
 
-def parse(
-    argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
+def parse(self, argument) -> int | float:
+    try:
 ) -> list[str]:
     """Parses a command line, program name first; the flag file's stem names the run.
 
@@ -150,20 +212,22 @@ def read(
     """
     parts = [name.partition(":") for name in flag_values.algorithm]
     algorithms = list(dict.fromkeys(algorithm for algorithm, _, _ in parts))
+    takers_of = _algorithm_options()
     given = {
         option: flag_values[option].value
-        for option in _algorithm_options()
+        for option in takers_of
         if flag_values[option].value is not None
     }
     for option, value in given.items():
-        if not any(option in options_of(name) for name in algorithms):
+        takers = takers_of[option]
+        if not any(name in takers for name in algorithms):
             raise flags.IllegalFlagValueError(
                 f"flag --{option}={value}: {', '.join(algorithms)} does not take it; "
-                f"{', '.join(_algorithm_options()[option])} does"
+                f"{', '.join(takers)} does"
             )
     configs = []
     for algorithm, _, selection in parts:
-        options = {k: v for k, v in given.items() if k in options_of(algorithm)}
+        options = {k: v for k, v in given.items() if algorithm in takers_of[k]}
         config = _fill(
             ExperimentConfig,
             flag_values,
@@ -214,26 +278,27 @@ def _fill(config: type, flag_values: flags.FlagValues, **given):
     return config(**{name: flag_values[name].value for name in names}, **given)
 
 
-def _define_one(name: str, hint: Any, default: Any, help: str, flag_values) -> None:
-    """Defines the flag of one field or option from its annotation."""
-    kinds = [k for k in _members(hint) if k is not type(None)]
-    if typing.get_origin(hint) is Literal:
-        flags.DEFINE_enum(
-            name, default, typing.get_args(hint), help, flag_values=flag_values
-        )
-    elif name in _ENUMS:
-        flags.DEFINE_enum(
-            name, default, list(_ENUMS[name]), help, flag_values=flag_values
-        )
-    elif typing.get_origin(hint) is tuple:
+def _define_one(
+    name: str,
+    hint: Any,
+    choices: Sequence[str] | None,
+    default: Any,
+    help: str,
+    flag_values: flags.FlagValues,
+) -> None:
+    """Defines the flag of one field or option from its annotation and choices."""
+    kinds = kinds_of(hint)
+    serializer = flags.ArgumentSerializer()
+    if choices is not None:
+        flags.DEFINE_enum(name, default, list(choices), help, flag_values=flag_values)
+    elif kinds == (tuple,):
         parser = _NumbersParser(typing.get_args(hint)[0])
         serializer = flags.CsvListSerializer(",")
         flags.DEFINE(parser, name, default, help, flag_values, serializer)
-    elif kinds == [bool]:
+    elif kinds == (bool,):
         flags.DEFINE_boolean(name, default, help, flag_values=flag_values)
-    elif kinds in ([int], [float]):
+    elif kinds in ((int,), (float,)):
         parser = _NumberParser(kinds[0])
-        serializer = flags.ArgumentSerializer()
         flags.DEFINE(parser, name, default, help, flag_values, serializer)
     elif str in kinds:
         flags.DEFINE_string(name, default, help, flag_values=flag_values)
@@ -243,52 +308,40 @@ def _define_one(name: str, hint: Any, default: Any, help: str, flag_values) -> N
         )
 
 
-def _members(hint: Any) -> tuple:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def _algorithm_options() -> dict[str, dict[str, inspect.Parameter]]:
-    """option -> algorithm -> its parameter, over all registered algorithms."""
-    options: dict[str, dict[str, inspect.Parameter]] = {}
+def _algorithm_options() -> dict[str, dict[str, dataclasses.Field]]:
+    """option -> algorithm -> its field, over all registered algorithms."""
+    options: dict[str, dict[str, dataclasses.Field]] = {}
     for algorithm in ALGORITHMS:
-        for option, parameter in options_of(algorithm).items():
-            options.setdefault(option, {})[algorithm] = parameter
+        for field in dataclasses.fields(options_of(algorithm)):
+            options.setdefault(field.name, {})[algorithm] = field
     return options
 
 
-def _define_option(option: str, takers: dict[str, inspect.Parameter], flag_values):
-    hints = [parameter.annotation for parameter in takers.values()]
-    hint = hints[0]
-    if all(typing.get_origin(h) is Literal for h in hints):
-        choices = dict.fromkeys(choice for h in hints for choice in typing.get_args(h))
-        hint = Literal[tuple(choices)]
-    elif any(h != hint for h in hints):
+def _define_option(
+    option: str, takers: dict[str, dataclasses.Field], flag_values: flags.FlagValues
+) -> None:
+    """One flag for all algorithms that take an option of this name."""
+    hints = [typing.get_type_hints(options_of(name))[option] for name in takers]
+    choices = [choices_of(field, hint) for field, hint in zip(takers.values(), hints)]
+    if None not in choices:  # those of any of them
+        choices, hints = [[*dict.fromkeys(sum(choices, ()))]], hints[:1]
+    if any(hint != hints[0] for hint in hints):
         raise ValueError(
             f"option {option} is annotated differently in {', '.join(takers)}: it can "
             "be one flag only if they agree"
         )
+    # Algorithms that mean the same by it share a sentence.
     algorithms_of: dict[str, list[str]] = {}
-    for name, parameter in takers.items():
-        default = "" if parameter.default is _UNSET else f" ({parameter.default})"
-        meaning = _meaning(ALGORITHMS[name], option)
-        algorithms_of.setdefault(meaning, []).append(name + default)
+    for name, field in takers.items():
+        facts = [str(field.default), field.metadata["source"]]
+        meaning = field.metadata["help"].partition(". ")[0].rstrip(".")
+        default = f"{name} ({'; '.join(filter(None, facts))})"
+        algorithms_of.setdefault(meaning, []).append(default)
     help = " ".join(
-        f"Option of {', '.join(names)}{': ' if meaning else '.'}{meaning}"
+        f"Option of {', '.join(names)}: {meaning}."
         for meaning, names in algorithms_of.items()
     )
-    _define_one(option, hint, None, help, flag_values)
-
-
-def _meaning(builder: Callable, option: str) -> str:
-    """First sentence of an option's entry in the builder's docstring; may be empty."""
-    entry = re.search(
-        rf"^Args:$.*?^  {option}: (.+?)(?=^ {{0,2}}\S|^\s*$|\Z)",
-        inspect.getdoc(builder) or "",
-        re.DOTALL | re.MULTILINE,
-    )
-    text = " ".join(entry[1].split()) if entry else ""
-    return re.sub(r"\. [A-Z].*", ".", text)
+    _define_one(option, hints[0], choices[0], None, help, flag_values)
 
 
 def _flagfile_stem(argv: Sequence[str]) -> str | None:

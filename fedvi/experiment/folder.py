@@ -1,0 +1,280 @@
+"""The run folder: its files, written so that a kill never leaves half of one.
+
+`config.json` is written first, `metrics.csv` grows by one row per evaluation and
+seed, `selection.csv` by one per round and seed where clients are chosen by their
+importance, `summary.json` comes last: its presence means that the run is finished.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = [
+    "CHECKPOINT",
+    "CONFIG",
+    "ENTROPY_DENSITY",
+    "FINETUNE_CURVE",
+    "LEARNING_CURVES",
+    "METRICS",
+    "RELIABILITY",
+    "RUN_FILES",
+    "SELECTION",
+    "STORE",
+    "SUMMARY",
+    "UNCERTAINTY",
+    "CsvFile",
+    "make",
+    "prepare",
+    "remove",
+    "write_atomically",
+    "write_json",
+]
+
+CONFIG = "config.json"
+METRICS = "metrics.csv"
+SELECTION = "selection.csv"
+SUMMARY = "summary.json"
+CHECKPOINT = "checkpoint.npz"
+STORE = "clients"  # a folder: clients' states of a stream
+LEARNING_CURVES = "learning_curves.png"
+RELIABILITY = "reliability.png"
+UNCERTAINTY = "uncertainty.png"
+FINETUNE_CURVE = "finetune_curve.png"
+ENTROPY_DENSITY = "entropy_density.png"
+RUN_FILES = (
+    CONFIG,
+    METRICS,
+    SELECTION,
+    SUMMARY,
+    CHECKPOINT,
+    STORE,
+    LEARNING_CURVES,
+    RELIABILITY,
+    UNCERTAINTY,
+    FINETUNE_CURVE,
+    ENTROPY_DENSITY,
+)
+
+
+def prepare(
+    run_dir: str | Path, *, overwrite: bool = False, resume: bool = False
+) -> bool:
+    """Decides what to do with what already lies in the run folder.
+
+    Args:
+      run_dir: the run folder; need not exist.
+      overwrite: remove the files that fedvi wrote there (`RUN_FILES`), no others.
+      resume: go on with the run that lies there; with no run there, start one.
+
+    Returns:
+      True if there is a run to continue, False if a new one starts.
+
+    Raises:
+      ValueError: both flags are given, `run_dir` is a file, or it holds a run,
+        finished or not, and neither flag is given.
+    """
+    run_dir = Path(run_dir)
+    if overwrite and resume:
+        raise ValueError(
+            f"run_dir={run_dir}: --overwrite and --resume exclude each other; give one"
+        )
+    if not os.path.exists(run_dir):  # Path.exists may raise: permissions, long names
+        return False
+    if not run_dir.is_dir():
+        raise ValueError(f"run_dir={run_dir} is a file: give the name of a folder")
+    found = [name for name in RUN_FILES if (run_dir / name).exists()]
+    if overwrite:
+        for name in RUN_FILES:
+            remove(run_dir / name)
+        return False
+    if found and not resume:
+        state = "a finished" if SUMMARY in found else "an unfinished"
+        raise ValueError(
+            f"run_dir={run_dir} already holds {state} run ({', '.join(found)}): "
+            "continue it with --resume, replace it with --overwrite, or give another "
+            "--run_dir"
+        )
+    return bool(found)
+
+
+def make(run_dir: str | Path) -> None:
+    """Makes the run folder, if missing.
+
+    Raises:
+      ValueError: it cannot be made or written to.
+    """
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={run_dir} cannot be made or written to "
+            f"({error.strerror}): give another --run_dir"
+        ) from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes JSON atomically: numpy and jax values become plain ones, NaN and infinity
+    null."""
+    text = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def _plain(value: Any) -> Any:
+    """Plain Python values that JSON can express."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_atomically(path: str | Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Replaces `path` by what `write` puts into the binary file it is given.
+
+    A temporary file in the same folder is flushed to disk, renamed over `path`, and
+    the folder is flushed. Missing folders are made. One process at a time may write
+    to `path`: temporary files of killed predecessors are removed.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path)
+    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if there is one, and what killed writers left."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    _remove_stale(path)
+
+
+def _remove_stale(path: Path) -> None:
+    if path.parent.is_dir():
+        for file in path.parent.glob(f"{path.name}.tmp.*"):
+            file.unlink(missing_ok=True)
+
+
+class CsvFile:
+    """Rows of one set of columns, `round` among them.
+
+    Args:
+      path: of the file; its folder exists.
+
+    Raises:
+      ValueError: a file lies there that is not one of ours.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._columns = self._read()[0]
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Adds rows and flushes them to disk; the first one fixes the columns.
+
+        Raises:
+          ValueError: a row's columns are not those of the file.
+        """
+        if not rows:
+            return
+        columns = self._columns or list(rows[0])
+        for row in rows:
+            if "round" not in row or set(row) != set(columns):
+                raise ValueError(
+                    f"row with columns {sorted(row)} does not fit {self.path.name}, "
+                    f"which needs {sorted({'round', *columns})}; give every row the "
+                    "same columns"
+                )
+        if not self._columns:
+            self._replace(columns, rows)
+            return
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            file.write(_text(columns, rows, header=False))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def drop_after(self, round: int) -> None:
+        """Drops the rows of later rounds, atomically; with -1 all, and the columns.
+
+        A row that a kill cut short is dropped too.
+        """
+        columns, rows = self._read()
+        kept = [row for row in rows if int(row["round"]) <= round]
+        if kept:
+            self._replace(columns, kept)
+        else:
+            self.path.unlink(missing_ok=True)
+            self._columns = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows: int, float, str, or None for an empty cell."""
+        return [
+            {key: _parse(value) for key, value in row.items()}
+            for row in self._read()[1]
+        ]
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Columns and complete rows as text; no columns if there is no file yet."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return [], []
+        with open(self.path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row.values()]
+        columns = list(reader.fieldnames or ())
+        if "round" not in columns:
+            raise ValueError(
+                f"{self.path} has no column 'round', so fedvi did not write it: move "
+                "it away or give another --run_dir"
+            )
+        return columns, rows
+
+    def _replace(self, columns: Sequence[str], rows: Sequence[Mapping]) -> None:
+        text = _text(columns, rows, header=True).encode("utf-8")
+        write_atomically(self.path, lambda file: file.write(text))
+        self._columns = list(columns)
+
+
+def _text(columns: Sequence[str], rows: Sequence[Mapping], *, header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _parse(text: str) -> Any:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            pass
+    return text or None

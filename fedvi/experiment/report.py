@@ -1,0 +1,433 @@
+"""What a finished run says: figures, `summary.json`, table, comparison of several."""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedvi import __version__
+from fedvi.experiment import folder, plots
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.rows import MODELS, RoundBytes
+from fedvi.experiment.setup import Experiment
+
+__all__ = [
+    "PLOT",
+    "TABLE",
+    "check_comparison",
+    "clear_comparison",
+    "common_folder",
+    "over_seeds",
+    "seed_figures",
+    "summary",
+    "table",
+    "table_rows",
+    "table_title",
+    "write_comparison",
+]
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "distrax", "numpy")
+_RECENT = 100  # rounds; pFedBayes' score is the best of them (§6.2)
+# Figures that have a spread over seeds beside their mean.
+_WITH_SPREAD = (
+    "global",
+    "personal",
+    "novel",
+    "mean_of_last_rounds",
+    "window",
+    "adjusted_rand",
+)
+# Column of the table: header, key in the rows, factor, digits.
+_COLUMNS = (
+    ("global accuracy", "global_accuracy", 1, 2),
+    ("std between rounds", "accuracy_std_between_rounds", 1, 2),
+    ("personalised accuracy", "personal_accuracy", 1, 2),
+    ("global ECE %", "ece", 100, 2),
+    ("global NLL", "nll", 1, 3),
+    ("s/round", "round_seconds", 1, 3),
+)
+_OPTIONAL = ("accuracy_std_between_rounds",)  # shown only where a row has them
+PLOT, TABLE = "comparison.png", "comparison.txt"
+
+
+# A run's figures.
+
+
+def _best_names(config: ExperimentConfig) -> tuple[str, str]:
+    """Names of the best figure of all and of the recent evaluations: they are chosen
+    on what they are named after."""
+    split = config.evaluated_on
+    return f"best_on_{split}_global_accuracy", f"best_of_last_{_RECENT}_on_{split}"
+
+
+def seed_figures(
+    config: ExperimentConfig, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A seed's figures.
+
+    Args:
+      config: of the run.
+      rows: of `metrics.csv`, all of one seed, in order.
+
+    Returns:
+      `global` and `personal`, what the last row holds, with `novel`, the same two of
+      the novel clients, or None; `mean_of_last_rounds`, the same over the last
+      `final_rounds` rounds, or None; `window`, the `global` means over the
+      evaluations of the last `window` rounds and the population standard deviation of
+      the accuracy (per cent) between them, or None; `adjusted_rand` of the last row,
+      or None; and the two best figures under `_best_names`.
+    """
+    best, recent_best = _best_names(config)
+    recent = [row for row in rows if row["round"] > config.rounds - _RECENT]
+    final = [_models(row) for row in rows if config.is_final(row["round"])]
+    return {
+        **_models(rows[-1]),
+        "mean_of_last_rounds": over_seeds(final, np.mean) if final else None,
+        "window": _window(config, rows) if config.window else None,
+        "adjusted_rand": rows[-1].get("adjusted_rand"),
+        best: _largest(rows, "global_accuracy"),
+        recent_best: {
+            name: _largest(recent, name)
+            for name in (f"{model}_accuracy" for model in MODELS)
+        },
+    }
+
+
+def over_seeds(figures: Sequence[Any], reduce: Callable) -> Any:
+    """Reduces nested dicts of numbers, figure by figure; None where there is None."""
+    if isinstance(figures[0], Mapping):
+        return {
+            key: over_seeds([one[key] for one in figures], reduce) for key in figures[0]
+        }
+    return None if figures[0] is None else float(reduce(figures))
+
+
+def _window(
+    config: ExperimentConfig, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    figures = [
+        _with_prefix(row, "global_") for row in rows if config.in_window(row["round"])
+    ]
+    return {
+        "global": over_seeds(figures, np.mean),
+        "accuracy_std_between_rounds": float(np.std([f["accuracy"] for f in figures])),
+    }
+
+
+def _models(row: Mapping[str, Any]) -> dict[str, Any]:
+    novel = {model: _with_prefix(row, f"novel_{model}_") for model in MODELS}
+    return {
+        **{model: _with_prefix(row, f"{model}_") for model in MODELS},
+        "novel": novel if novel["global"] else None,
+    }
+
+
+def _largest(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    return max(row[key] for row in rows if row[key] is not None)
+
+
+def _with_prefix(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+
+
+# `summary.json`.
+
+
+def summary(
+    experiment: Experiment,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    problems: Mapping[str, Any],
+    finite: Sequence[bool],
+    clusters: np.ndarray | None,
+    ending: Mapping[str, Any],
+    compile_seconds: float,
+    plan: str,
+    devices: Sequence[jax.Device],
+    per_round: RoundBytes,
+) -> dict[str, Any]:
+    """What `summary.json` holds.
+
+    A seed has `failed` if its server's state is not finite or no round had a
+    participant that counted; a run, if one of its seeds has.
+
+    Args:
+      experiment: what was run.
+      rows: of `metrics.csv`, all of them.
+      problems: of `fedvi.experiment.rows.Problems`.
+      finite: per seed, whether the server's state is.
+      clusters: `[seeds, clients]`, after the last round, of a clustered method.
+      ending: figures of what is measured once, after the last round.
+      compile_seconds: tracing and compiling, of this process; little where JAX's
+        compilation cache, noted beside it, already knew the programs.
+      plan: the line that says how clients and seeds were grouped.
+      devices: that it ran on.
+      per_round: bytes.
+    """
+    config, true_clusters = experiment.config, experiment.data.clusters
+    per_seed = []
+    for index in range(config.seeds):
+        seed = config.seed + index
+        lost = problems["lost_rounds"].get(str(seed), 0)
+        per_seed.append(
+            {
+                "seed": seed,
+                **seed_figures(config, [row for row in rows if row["seed"] == seed]),
+                "clusters": None if clusters is None else clusters[index].tolist(),
+                "finite": bool(finite[index]),
+                "failed": not finite[index] or lost == config.rounds,
+            }
+        )
+    means = _over_seeds(config, per_seed)
+    evaluations = len({r["round"] for r in rows if config.in_window(r["round"])})
+    for one in (means, *per_seed):
+        if one["mean_of_last_rounds"] is not None:
+            one["mean_of_last_rounds"] |= {"rounds": config.final_rounds}
+        if one["window"] is not None:
+            one["window"] |= {"rounds": config.window, "evaluations": evaluations}
+    return {
+        "algorithm": config.algorithm,
+        "method": config.method,
+        "dataset": config.dataset,
+        "rounds": config.rounds,
+        "evaluated_on": config.evaluated_on,
+        "failed": any(one["failed"] for one in per_seed),
+        **means,
+        **ending,
+        "round_seconds": float(np.median([row["seconds"] for row in rows])),
+        "compile_seconds": compile_seconds,
+        "compilation_cache": jax.config.jax_compilation_cache_dir is not None,
+        "codec": config.codec,
+        "bytes_up": _mean_bytes_up(per_round, rows),
+        "bytes_up_as_sums": per_round.up_as_sums,
+        "bytes_down": per_round.down,
+        "seeds": [one["seed"] for one in per_seed],
+        "per_seed": per_seed,
+        "problems": dict(problems),
+        "clients": len(experiment.data.train.size),
+        "clients_with_data": experiment.task.clients,
+        "novel_clients": experiment.novel.tolist(),
+        "true_clusters": None if true_clusters is None else true_clusters.tolist(),
+        "participants": experiment.selection.size,
+        "train_examples": experiment.task.samples,
+        "data": experiment.data.fidelity,
+        "data_sha256": experiment.data_sha256,
+        "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+        "plan": plan,
+        "versions": _versions(),
+        "config": config.to_dict(),
+    }
+
+
+def _over_seeds(
+    config: ExperimentConfig, per_seed: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Means over the seeds, and sample standard deviations if there are several."""
+    several = len(per_seed) > 1
+    result = {}
+    for key in _WITH_SPREAD:
+        figures = [one[key] for one in per_seed]
+        result[key] = over_seeds(figures, np.mean)
+        spread = over_seeds(figures, _sample_std) if several else None
+        result[f"{key}_std_over_seeds"] = spread
+    for key in _best_names(config):
+        result[key] = over_seeds([one[key] for one in per_seed], np.mean)
+    return result
+
+
+def _sample_std(values) -> float:
+    return np.std(values, ddof=1)
+
+
+def _versions() -> dict[str, str]:
+    installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {"fedvi": __version__, "python": platform.python_version(), **installed}
+
+
+def _mean_bytes_up(per_round: RoundBytes, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Of a round, mean over the rounds and seeds that the rows tell of: each stands for
+    the rounds since its seed's last."""
+    total = rounds = 0
+    last: dict[int, int] = {}
+    for row in rows:
+        since = row["round"] - last.get(row["seed"], 0)
+        last[row["seed"]] = row["round"]
+        total += since * per_round.sent_up(row)
+        rounds += since
+    return round(total / rounds)
+
+
+# The closing table.
+
+
+def table_title(summary: Mapping[str, Any]) -> str:
+    """What the closing table shows, from the summary of one of its runs."""
+    rounds, split = summary["rounds"], summary["evaluated_on"]
+    when = f"after {rounds} rounds"
+    if last := summary.get("mean_of_last_rounds"):
+        when = f"mean of the last {last['rounds']} of {rounds} rounds"
+    if window := summary.get("window"):
+        when = (
+            f"mean of the evaluations in the last {window['rounds']} of {rounds} rounds"
+        )
+    novel = summary.get("novel_clients")
+    who = "the clients that took part in training" if novel else "clients"
+    return f"{when}, {split} data, mean over {who}"
+
+
+def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows that a finished run, marked if failed, adds to the closing table.
+
+    With `final_rounds` they hold the mean of the last rounds, with `window` that of
+    the evaluations there, which has no personalised accuracy.
+    """
+    method = summary["method"] + (" (failed)" if summary["failed"] else "")
+    rows = []
+    for index, one in enumerate(summary["per_seed"]):
+        window = one.get("window")
+        figures = window or one.get("mean_of_last_rounds") or one
+        row = {
+            "method": method,
+            "global_accuracy": figures["global"]["accuracy"],
+            "personal_accuracy": figures.get("personal", {}).get("accuracy"),
+            "ece": figures["global"]["ece"],
+            "nll": figures["global"]["nll"],
+            # One figure for all seeds.
+            "round_seconds": summary["round_seconds"] if index == 0 else None,
+        }
+        if window:
+            spread = window["accuracy_std_between_rounds"]
+            row["accuracy_std_between_rounds"] = spread
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned plain-text table of results, one line per method.
+
+    Args:
+      rows: one dict per method and seed: `method`, and any of `global_accuracy`,
+        `personal_accuracy` (per cent), `ece` (fraction, shown in per cent), `nll`
+        (nats), `round_seconds`. A value that is absent or None is shown as "-".
+        `accuracy_std_between_rounds` (per cent) has a column where a row has it.
+
+    Returns:
+      The table. With several seeds of a method, mean ± sample standard deviation
+      (divisor seeds - 1) over them.
+    """
+    methods: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        methods.setdefault(str(row["method"]), []).append(row)
+    columns = [
+        column
+        for column in _COLUMNS
+        if column[1] not in _OPTIONAL or any(column[1] in row for row in rows)
+    ]
+    lines = [["method", *(header for header, *_ in columns)]]
+    for method, seeds in methods.items():
+        lines.append(
+            [method]
+            + [
+                _mean_std([row.get(key) for row in seeds], factor, digits)
+                for _, key, factor, digits in columns
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+        )
+        for line in lines
+    )
+
+
+def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
+    numbers = factor * np.asarray([v for v in values if v is not None], np.float64)
+    if numbers.size == 0:
+        return "-"
+    text = f"{numbers.mean():.{digits}f}"
+    if numbers.size > 1:
+        with np.errstate(invalid="ignore"):  # a diverged seed: inf - inf is NaN
+            text += f" ± {numbers.std(ddof=1):.{digits}f}"
+    return text
+
+
+# Several runs side by side, in the folder that holds theirs: one plot, one table.
+
+
+def common_folder(options: Sequence[RunOptions]) -> Path | None:
+    """The folder that holds the run folders of several runs; None: there is none."""
+    folders = [Path(one.run_dir) for one in options]
+    several = len({folder.resolve() for folder in folders}) > 1
+    together = len({folder.resolve().parent for folder in folders}) == 1
+    return folders[0].parent if several and together else None
+
+
+def check_comparison(where: Path, options: Sequence[RunOptions]) -> None:
+    """Raises `ValueError` if a comparison lies there and no run may replace anything.
+
+    Args:
+      where: of `common_folder`.
+      options: of the runs.
+    """
+    found = [name for name in (PLOT, TABLE) if (where / name).exists()]
+    if found and not any(one.overwrite or one.resume for one in options):
+        raise ValueError(
+            f"{where} already holds a comparison of runs ({', '.join(found)}): "
+            "replace it with --overwrite, add to its runs with --resume, or give "
+            "another --run_dir"
+        )
+
+
+def clear_comparison(where: Path) -> None:
+    """Removes an older comparison, which would outlive a run that is interrupted."""
+    for name in (PLOT, TABLE):
+        folder.remove(where / name)
+
+
+def write_comparison(
+    where: Path,
+    options: Sequence[RunOptions],
+    summaries: Sequence[Mapping[str, Any]],
+    text: str,
+) -> None:
+    """Writes the plot and the table. Says so, and no more, if that cannot be done:
+    the runs are finished.
+
+    Args:
+      where: of `common_folder`.
+      options: of the runs, whose `metrics.csv` are read.
+      summaries: what the `summary.json` of each holds.
+      text: the closing table with its title.
+    """
+    first = summaries[0]
+    try:
+        folder.write_atomically(
+            where / TABLE, lambda file: file.write(f"{text}\n".encode())
+        )
+        rows = _rows(options, summaries)
+        if rows:
+            title = f"{first['dataset']}, {first['evaluated_on']} data"
+            plots.comparison_curves(where / PLOT, rows, title=title)
+    except (OSError, ValueError) as error:
+        print(f"no comparison in {where}: {error}")
+
+
+def _rows(
+    options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of all runs, each with its `method`."""
+    names = [summary["method"] for summary in summaries]
+    if len(set(names)) < len(names):  # runs of one method with different settings
+        names = [Path(one.run_dir).name for one in options]
+    return [
+        {"method": name, **row}
+        for name, one in zip(names, options)
+        for row in folder.CsvFile(Path(one.run_dir) / folder.METRICS).rows()
+    ]

@@ -1,0 +1,661 @@
+"""Runs experiments: from configurations to run folders and a table."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedvi import __version__ as fedvi_version
+from fedvi import data
+from fedvi.algorithm import Algorithm
+from fedvi.data import class_histogram
+from fedvi.evaluation import Scores, Uncertainty, auroc, summarise
+from fedvi.experiment import (
+    checkpoint,
+    folder,
+    plan,
+    plots,
+    processes,
+    report,
+    rows,
+    setup,
+)
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.folder import CsvFile
+from fedvi.experiment.loading import LoadedData, load_data
+from fedvi.experiment.report import over_seeds
+from fedvi.experiment.setup import Experiment, identity
+from fedvi.federation import BaseFederation, State, take
+from fedvi.placement import on_host, replicate
+
+__all__ = ["run", "run_all"]
+
+# Rich forgets speeds older than this; a block of rounds may take minutes.
+_SPEED_PERIOD_SECONDS = 3600.0
+
+
+def run(
+    config: ExperimentConfig,
+    options: RunOptions,
+    builder: Callable[..., Algorithm] | None = None,
+    *,
+    loaded: LoadedData | None = None,
+) -> dict[str, Any]:
+    """Runs one experiment and writes its run folder.
+
+    Everything that can be wrong with the input is found before anything is compiled,
+    and before an old run is overwritten. Where several processes run it, each on its
+    devices, all must call it, and process 0 alone writes the run folder; the others
+    read the checkpoint there.
+
+    Args:
+      config: what the result depends on.
+      options: where and how to run.
+      builder: a user's own `(task, **options) -> Algorithm`; default: the registered
+        algorithm that `config.algorithm` names.
+      loaded: what `load_data(config)` gave, perhaps changed.
+
+    Returns:
+      What `summary.json` holds.
+
+    Raises:
+      ValueError: a mistake in the configuration, the data or the run folder, or a
+        checkpoint there that belongs to another configuration; in one process, then
+        in all.
+    """
+    with processes.quiet():
+        [experiment] = _prepared([(config, options)], builder, loaded)
+        return _carry_out(experiment, options)
+
+
+def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
+    """Runs experiments one after another; ends with a table that compares them.
+
+    Several runs of one folder also leave there the table and a plot of their learning
+    curves (`fedvi.experiment.report`).
+
+    Mistakes in any of them are found before the first one starts: all algorithms are
+    built first. Data are loaded once for neighbours that differ in the algorithm only.
+
+    Returns:
+      What the `summary.json` of each holds; `failed` there says whether a run came to
+      nothing, which its row of the table says too.
+
+    Raises:
+      ValueError: as `run`.
+    """
+    with processes.quiet():
+        return _run_all(runs)
+
+
+def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
+    all_options = [options for _, options in runs]
+    common = report.common_folder(all_options)
+    processes.agree({"algorithms": [config.method for config, _ in runs]})
+    experiments = _prepared(runs, common=common)
+    if common is not None and any(options.overwrite for options in all_options):
+        processes.on_first(lambda: report.clear_comparison(common))
+    summaries = []
+    for experiment, options in zip(experiments, all_options):
+        config = experiment.config
+        print(f"\n{config.method} on {config.dataset} -> {options.run_dir}")
+        summaries.append(_carry_out(experiment, options))
+    results = report.table([row for one in summaries for row in report.table_rows(one)])
+    text = f"{report.table_title(summaries[0])}:\n{results}"
+    print(f"\n{text}")
+    if common is not None:
+        processes.on_first(
+            lambda: report.write_comparison(common, all_options, summaries, text)
+        )
+    print("run folders:" if len(runs) > 1 else "run folder:")
+    for options in all_options:
+        print(f"  {options.run_dir}")
+    return summaries
+
+
+# Before the first round.
+
+
+def _prepared(
+    runs: Sequence[tuple[ExperimentConfig, RunOptions]],
+    builder: Callable[..., Algorithm] | None = None,
+    loaded: LoadedData | None = None,
+    common: Path | None = None,
+) -> list[Experiment]:
+    """Builds all experiments, by which all that can be wrong with them is found.
+
+    Args:
+      runs: what is asked for.
+      builder: as of `run`.
+      loaded: as of `run`.
+      common: the folder of all run folders, which gets the comparison.
+    """
+
+    def check():
+        for config, options in runs:
+            config.validate()
+            options.validate()
+            if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+                raise ValueError(
+                    "tensorboard=True needs tensorboardX: pip install "
+                    "'fedvi[tensorboard]'"
+                )
+            setup.resolve(config, builder)
+
+    def check_folders():
+        for _, options in runs:
+            if not options.overwrite:
+                folder.prepare(options.run_dir, resume=options.resume)
+        if common is not None:
+            report.check_comparison(common, [options for _, options in runs])
+
+    def build():
+        shared, shared_for, experiments = loaded, None, []
+        for config, options in runs:
+            setting = dataclasses.replace(
+                config, algorithm="", options={}, selection="uniform"
+            )
+            if loaded is None and setting != shared_for:
+                shared, shared_for = load_data(config), setting
+                print(class_histogram(shared.federated))
+            experiments.append(
+                setup.experiment(config, builder, shared, options.model_devices)
+            )
+        return experiments
+
+    processes.everywhere(check)
+    for config, options in runs:
+        processes.agree(
+            {
+                **identity(config.to_dict(), None),
+                **dataclasses.asdict(options),
+                "the version of fedvi": fedvi_version,
+                "the version of jax": jax.__version__,
+            }
+        )
+        processes.everywhere(
+            lambda options=options: setup.mesh(options.devices, options.model_devices)
+        )
+    processes.on_first(check_folders)
+    experiments = processes.everywhere(build)
+    processes.agree({"data_sha256": [one.data_sha256 for one in experiments]})
+    return experiments
+
+
+def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+    """Runs what is prepared; returns its summary."""
+    config, run_dir = experiment.config, Path(options.run_dir)
+    resuming = processes.on_first(
+        lambda: not options.overwrite and folder.prepare(run_dir, resume=options.resume)
+    )
+    if resuming and (
+        finished := processes.on_first(lambda: _finished(experiment, run_dir))
+    ):
+        print(f"{run_dir} holds this run, finished: nothing to do")
+        return finished
+    processes.on_first(lambda: folder.make(run_dir))
+    mesh = setup.mesh(options.devices, options.model_devices, experiment.together)
+    federation = setup.federation(experiment, options, mesh)
+    shapes = federation.shapes(config.seeds)
+    restored = None
+    if resuming:
+        restored = processes.everywhere(lambda: _restore(experiment, run_dir, shapes))
+        processes.agree(
+            {f"the round of {run_dir}'s checkpoint": restored and restored.round}
+        )
+    if options.resume and restored is None:
+        print(f"{run_dir} holds no checkpoint: starting with the first round")
+    chosen, federation = plan.grouped(federation, experiment, options, shapes)
+    print(chosen.reason)
+    if options.overwrite:
+        processes.on_first(lambda: folder.prepare(run_dir, overwrite=True))
+    session = Session(experiment, options, federation, restored)
+    session.compile()
+    session.train()
+    return session.finish(chosen.reason)
+
+
+def _finished(experiment: Experiment, run_dir: Path) -> dict | None:
+    """The summary of this very configuration and data, if the folder holds one."""
+    path = run_dir / folder.SUMMARY
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    here = identity(experiment.config.to_dict(), experiment.data_sha256)
+    there = identity(found["config"], found.get("data_sha256"))
+    return found if there == here else None
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held: the states of all seeds, and the run's own notes."""
+
+    states: State
+    round: int
+    problems: rows.Problems
+
+
+def _restore(experiment: Experiment, run_dir: Path, shapes: State) -> Restored | None:
+    """Reads the checkpoint of a run folder; None if the run was stopped before one.
+
+    Raises:
+      ValueError: the folder's run belongs to another configuration or other data, or
+        its checkpoint is damaged.
+    """
+    path = run_dir / folder.CHECKPOINT
+    if not path.exists():
+        if (run_dir / folder.SUMMARY).exists():
+            raise ValueError(
+                f"run_dir={run_dir} holds a finished run of another configuration or "
+                "other data, and no checkpoint: replace it with --overwrite, or give "
+                "another --run_dir"
+            )
+        return None
+    config = identity(experiment.config.to_dict(), experiment.data_sha256)
+    states, saved = checkpoint.restore(
+        path, shapes, fingerprint=checkpoint.fingerprint(config), config=config
+    )
+    return Restored(states, saved["round"], rows.Problems(saved["problems"]))
+
+
+# The run itself.
+
+
+class Session:
+    """A run of all its seeds: blocks of rounds, evaluations, checkpoints, its folder.
+
+    Args:
+      experiment: what is run.
+      options: where and how.
+      federation: its clients, grouped as planned.
+      restored: where to go on; None: at the beginning.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        options: RunOptions,
+        federation: BaseFederation,
+        restored: Restored | None = None,
+    ):
+        self.experiment, self.config = experiment, experiment.config
+        self.options, self.federation = options, federation
+        self.run_dir = Path(options.run_dir)
+        self.seeds = range(self.config.seed, self.config.seed + self.config.seeds)
+        self.per_round = rows.bytes_per_round(experiment, federation.messages)
+        self.scores: dict[str, Scores] = {}
+        self.finite = np.ones(len(self.seeds), bool)
+        self.clusters: np.ndarray | None = None
+        done = -1 if restored is None else restored.round
+        processes.on_first(lambda: self._open(done))
+        if restored is None:
+            seeds = np.array(self.seeds, np.uint32)
+            keys = replicate(federation.mesh, jax.vmap(jax.random.key)(seeds))
+            restored = Restored(federation.init(keys), 0, rows.Problems())
+        else:
+            print(f"resumed after round {restored.round} of {self.config.rounds}")
+        self.states, self.round, self.problems = restored
+
+    def _open(self, done: int) -> None:
+        """Brings the run folder's files to round `done`; -1: to before the first."""
+        for name in (folder.METRICS, folder.SELECTION):
+            CsvFile(self.run_dir / name).drop_after(done)
+        if done < 0:
+            folder.remove(self.run_dir / folder.STORE)
+        (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
+        folder.write_json(self.run_dir / folder.CONFIG, self.config.to_dict())
+
+    def compile(self) -> None:
+        """Compiles what is left of the run, so that nothing waits in the middle."""
+        for n in sorted(set(self.config.blocks(self.round))):
+            self.federation.compile("rounds", self.states, n=n)
+        self.federation.compile("evaluate", self.states)
+        self.federation.compile("evaluate_personal", self.states)
+        print(f"compiled in {self.federation.compile_seconds:.1f} s")
+
+    def train(self) -> None:
+        """Blocks of rounds, each with its evaluation, until all rounds are done."""
+        writes = processes.is_first()
+        metrics = CsvFile(self.run_dir / folder.METRICS) if writes else None
+        choices = CsvFile(self.run_dir / folder.SELECTION) if writes else None
+        with (
+            _event_files(self.options, self.round) as write_scalars,
+            RunProgress(self.config.method, self.config.rounds, self.round) as progress,
+        ):
+            evaluations = 0
+            for n in self.config.blocks(self.round):
+                evaluation, chosen, lines = self._block(n)
+                for line in lines:
+                    progress.print(line)
+                if writes:
+                    choices.append(*chosen)
+                    # Before the checkpoint, so that no row can be missing.
+                    metrics.append(*evaluation)
+                    write_scalars(evaluation)
+                evaluations += 1
+                if evaluations % self.options.checkpoint_every == 0:
+                    self._save()
+                progress.advance(n, self._status(evaluation))
+            if evaluations % self.options.checkpoint_every:
+                self._save()
+            if not self.scores:  # resumed after the last round
+                self._evaluate(personal=True)
+
+    def _block(self, n: int) -> tuple[list[dict], list[dict], list[str]]:
+        """`n` rounds and an evaluation: (rows, rows of choices, lines for the user)."""
+        compiled, start = self.federation.compile_seconds, time.perf_counter()
+        self.states, metrics = jax.block_until_ready(
+            self.federation.rounds(self.states, n)
+        )
+        seconds = time.perf_counter() - start
+        seconds -= self.federation.compile_seconds - compiled
+        metrics = jax.tree.map(np.asarray, metrics)
+        lines = self.problems.add(self.round + 1, self.seeds, metrics)
+        chosen = rows.choice_rows(self.round + 1, self.seeds, metrics)
+        self.round += n
+        self._evaluate(personal=self.config.personal_too(self.round))
+        for seed, finite in zip(self.seeds, self.finite):
+            if not finite:
+                lines.append(
+                    f"WARNING: seed {seed}: the server's state is not finite after "
+                    f"round {self.round}; a smaller learning_rate may help"
+                )
+        evaluation = rows.evaluation_rows(
+            self.experiment,
+            round=self.round,
+            seeds=self.seeds,
+            metrics=metrics,
+            scores=self.scores,
+            clusters=self.clusters,
+            seconds=seconds / n / len(self.seeds),
+            per_round=self.per_round,
+        )
+        return evaluation, chosen, lines
+
+    def _evaluate(self, personal: bool) -> None:
+        federation, states = self.federation, self.states
+        self.scores = {"global": jax.device_get(federation.evaluate(states))}
+        self.finite = jax.device_get(federation.finite(states))
+        if self.experiment.algorithm.assign is not None:
+            self.clusters = jax.device_get(federation.clusters(states))
+        if personal:
+            scores = federation.evaluate_personal(states)
+            self.scores["personal"] = jax.device_get(scores)
+
+    def _save(self) -> None:
+        config = identity(self.config.to_dict(), self.experiment.data_sha256)
+        metadata = {
+            "fingerprint": checkpoint.fingerprint(config),
+            "config": config,
+            "round": self.round,
+            "problems": self.problems.to_dict(),
+        }
+        states = jax.tree.map(on_host, self.states)  # by all: parts lie with each
+
+        def save():
+            if processes.is_first():
+                checkpoint.save(self.run_dir / folder.CHECKPOINT, states, metadata)
+
+        self.federation.commit(self.states, save)
+
+    def _status(self, evaluation: Sequence[dict]) -> str:
+        """One line on the last evaluation, means over the seeds."""
+
+        def mean(key):
+            return np.mean([row[key] for row in evaluation])
+
+        first = evaluation[0]
+        parts = [f"round {self.round}/{self.config.rounds}"]
+        if "loss" in first:
+            parts.append(f"loss {mean('loss'):.3f}")
+        parts.append(f"{self.config.evaluated_on} accuracy")
+        parts.append(f"global {mean('global_accuracy'):.2f} %")
+        if "personal" in self.scores:
+            parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
+            if "novel_personal_accuracy" in first:
+                parts.append(f"novel {mean('novel_personal_accuracy'):.2f} %")
+        if "adjusted_rand" in first:
+            parts.append(f"adjusted Rand {mean('adjusted_rand'):.2f}")
+        parts.append(f"{mean('seconds'):.3f} s/round")
+        return "  ".join(parts)
+
+    def finish(self, plan_line: str) -> dict[str, Any]:
+        """What is measured once, plots, `summary.json`; all processes get what that
+        holds."""
+        ending = _measure(
+            self.experiment, self.states, self.federation, self.options.stream
+        )
+        return processes.on_first(lambda: self._finish(ending, plan_line))
+
+    def _finish(self, ending: "Ending", plan_line: str) -> dict[str, Any]:
+        evaluations = CsvFile(self.run_dir / folder.METRICS).rows()
+        result = report.summary(
+            self.experiment,
+            rows=evaluations,
+            problems=self.problems.to_dict(),
+            finite=self.finite,
+            clusters=self.clusters,
+            ending=ending.figures,
+            compile_seconds=self.federation.compile_seconds + ending.compile_seconds,
+            plan=plan_line,
+            devices=list(self.federation.mesh.devices.flat),
+            per_round=self.per_round,
+        )
+        drawn = plots.draw(
+            self.run_dir,
+            self.experiment,
+            rows=evaluations,
+            scores=self.scores,
+            uncertainty=ending.uncertainty,
+            summary=result,
+        )
+        if not drawn:
+            print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
+        folder.write_json(self.run_dir / folder.SUMMARY, result)
+        return result
+
+
+# After the last round: what is measured once, on the personalised models.
+
+
+class Ending(NamedTuple):
+    """What was measured.
+
+    Attributes:
+      figures: for `summary.json`: `finetune_curve` and `ood`, None where not asked.
+      uncertainty: on the test data and on the out-of-distribution inputs, numpy,
+        leaves `[seeds, clients, capacity]`; None where not asked.
+      compile_seconds: spent on programs of its own.
+    """
+
+    figures: dict[str, Any]
+    uncertainty: tuple[Uncertainty, Uncertainty] | None
+    compile_seconds: float
+
+
+def _measure(
+    experiment: Experiment, states: State, federation: BaseFederation, stream: bool
+) -> Ending:
+    """Measures what the configuration asks for; prints a line on each."""
+    curve, uncertainty, out, seconds = None, None, None, 0.0
+    if experiment.config.finetune_curve:
+        curve, seconds = _finetune_curve(experiment, states, federation)
+    if experiment.ood is not None:
+        ood = data.ClientArrays(experiment.ood) if stream else experiment.ood
+        uncertainty = jax.device_get(
+            federation.uncertainty_personal(states, federation.test, ood)
+        )
+        out = _out_of_distribution(experiment, *uncertainty)
+    return Ending({"finetune_curve": curve, "ood": out}, uncertainty, seconds)
+
+
+def _finetune_curve(
+    experiment: Experiment, states: State, federation: BaseFederation
+) -> tuple[dict[str, Any], float]:
+    """Accuracy (per cent) of training and novel clients for each number of epochs;
+    seconds of compilation."""
+    config = experiment.config
+    groups = {"training_clients": experiment.trained}
+    if len(experiment.novel):
+        groups["novel_clients"] = experiment.novel
+    curves = [{name: [] for name in groups} for _ in range(config.seeds)]
+    seconds = 0.0
+    for epochs in config.finetune_curve:
+        other = federation
+        if epochs != config.finetune_epochs:  # else compiled already
+            other = federation.variant(algorithm=experiment.finetuned(epochs))
+        scores = jax.device_get(other.evaluate_personal(states))
+        seconds += 0.0 if other is federation else other.compile_seconds
+        for index, curve in enumerate(curves):
+            for name, ids in groups.items():
+                own = take(take(scores, index), ids)
+                curve[name].append(summarise(own)["accuracy"])
+    means = {
+        name: np.mean([curve[name] for curve in curves], axis=0).tolist()
+        for name in groups
+    }
+    for name, values in means.items():
+        shown = ", ".join(
+            f"{epochs}: {value:.2f} %"
+            for epochs, value in zip(config.finetune_curve, values)
+        )
+        print(f"fine-tuning epochs and accuracy of {name.replace('_', ' ')}: {shown}")
+    per_seed = _with_seeds(config.seed, curves)
+    epochs = list(config.finetune_curve)
+    return {"epochs": epochs, **means, "per_seed": per_seed}, seconds
+
+
+def _out_of_distribution(
+    experiment: Experiment, inside: Uncertainty, outside: Uncertainty
+) -> dict[str, Any]:
+    """How well uncertainty tells the two data sets apart, and its means (nats).
+
+    Over the training clients: values pooled for the AUROC, means over clients.
+    """
+    config = experiment.config
+    per_seed = []
+    for index in range(config.seeds):
+        pair = [take(take(one, index), experiment.trained) for one in (inside, outside)]
+        figures = {}
+        for name in ("entropy", "mutual_information"):
+            pooled = [getattr(one, name)[one.mask] for one in pair]
+            figures[f"auroc_{name}"] = auroc(*pooled)
+            for side, one in zip(("in", "out"), pair):
+                figures[f"{name}_{side}"] = _mean_over_clients(
+                    getattr(one, name), one.mask
+                )
+        per_seed.append(figures)
+    means = over_seeds(per_seed, np.mean)
+    print(
+        f"out of distribution, {config.ood_dataset}: AUROC of entropy "
+        f"{means['auroc_entropy']:.4f}, of mutual information "
+        f"{means['auroc_mutual_information']:.4f}"
+    )
+    per_seed = _with_seeds(config.seed, per_seed)
+    return {"dataset": config.ood_dataset, **means, "per_seed": per_seed}
+
+
+def _mean_over_clients(values: np.ndarray, mask: np.ndarray) -> float:
+    held = mask.any(axis=1)
+    sums = np.where(mask, values, 0.0).sum(axis=1, dtype=np.float64)
+    return float(np.mean(sums[held] / mask.sum(axis=1)[held]))
+
+
+def _with_seeds(first: int, figures: Sequence[dict]) -> list[dict[str, Any]]:
+    return [{"seed": first + index, **one} for index, one in enumerate(figures)]
+
+
+# What is seen while a run goes on.
+
+
+class RunProgress:
+    """Context manager that shows how far a run is: a bar with the time left on a
+    terminal, one line per evaluation elsewhere.
+
+    Args:
+      title: stands before the bar.
+      rounds: rounds of the whole run.
+      done: rounds done before.
+      console: default: standard output.
+    """
+
+    def __init__(
+        self, title: str, rounds: int, done: int = 0, console: Console | None = None
+    ):
+        self._console = console or Console(soft_wrap=True)
+        self._bar = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[status]}"),
+                console=self._console,
+                speed_estimate_period=_SPEED_PERIOD_SECONDS,
+            )
+            self._task = self._bar.add_task(
+                title, total=rounds, completed=done, status=""
+            )
+
+    def __enter__(self):
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception):
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, rounds: int, status: str) -> None:
+        """`rounds` more are done; `status` is one line on how they went."""
+        if self._bar is None:
+            self.print(status)
+        else:
+            self._bar.update(self._task, advance=rounds, status=status)
+
+    def print(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        self._console.print(text, markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _event_files(
+    options: RunOptions, done: int
+) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
+    """Gives a function that writes rows of `metrics.csv` as TensorBoard scalars; it
+    does nothing without `options.tensorboard`.
+
+    Args:
+      options: of the run.
+      done: rounds done before; what an earlier stretch wrote after them is dropped.
+    """
+    if not options.tensorboard or not processes.is_first():
+        yield lambda rows: None
+        return
+    from tensorboardX import SummaryWriter
+
+    def write(rows):
+        for row in rows:
+            for key, value in row.items():
+                if isinstance(value, float):
+                    events.add_scalar(f"{key}/seed_{row['seed']}", value, row["round"])
+
+    with SummaryWriter(options.run_dir, purge_step=done + 1) as events:
+        yield write

@@ -1,0 +1,364 @@
+"""From a configuration to data, model, algorithm, selection and federation."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from fedvi import algorithms, codecs, data, nn, selection
+from fedvi.algorithm import Algorithm, Task
+from fedvi.cohort import clients_mesh
+from fedvi.data import ClientData, FederatedData
+from fedvi.experiment import folder
+from fedvi.experiment.config import (
+    ExperimentConfig,
+    RunOptions,
+    check_novel,
+    participants,
+)
+from fedvi.experiment.loading import LoadedData, load_data
+from fedvi.federation import BaseFederation, Federation
+from fedvi.local import LocalTraining
+from fedvi.placement import layered
+from fedvi.selection import Selection
+from fedvi.streaming import StreamedFederation
+
+__all__ = [
+    "Experiment",
+    "experiment",
+    "federation",
+    "identity",
+    "mesh",
+    "resolve",
+    "usable_cores",
+]
+
+
+class Experiment(NamedTuple):
+    """All that a configuration stands for, but for the way it is run.
+
+    Attributes:
+      config: what it is made from, with every option; `selection` is uniform where the
+        algorithm takes all clients.
+      data: every client's.
+      data_sha256: of all clients' examples (hex).
+      task: counts the clients that may take part in training.
+      algorithm: `build_algorithm(task)`.
+      selection: who takes part in a round, of all clients but the novel ones.
+      novel: ids in order of the clients that never take part in training.
+      build_algorithm: makes the algorithm for a task, its options filled in.
+      ood: out-of-distribution inputs of the same clients, if asked for.
+    """
+
+    config: ExperimentConfig
+    data: FederatedData
+    data_sha256: str
+    task: Task
+    algorithm: Algorithm
+    selection: Selection
+    novel: np.ndarray
+    build_algorithm: Callable[[Task], Algorithm]
+    ood: ClientData | None = None
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Ids in order of the clients that may take part in training."""
+        return np.delete(np.arange(len(self.data.train.size)), self.novel)
+
+    @property
+    def together(self) -> int:
+        """Clients that a round trains, or asks for a report, at the same time."""
+        if self.selection.measure is not None:
+            return len(self.trained)
+        return self.selection.size
+
+    def finetuned(self, epochs: int) -> Algorithm:
+        """The algorithm with another number of epochs of personalisation."""
+        finetuning = self.task.finetuning._replace(epochs=epochs)
+        return self.build_algorithm(self.task._replace(finetuning=finetuning))
+
+
+def resolve(
+    config: ExperimentConfig, builder: Callable[..., Algorithm] | None = None
+) -> ExperimentConfig:
+    """The configuration with every option of its algorithm, defaults included.
+
+    Args:
+      config: the configuration.
+      builder: as in `experiment`; its options are looked at if it has a class of them.
+
+    Raises:
+      ValueError: an unknown algorithm, or an option that it does not take or that is
+        outside its range.
+    """
+    if builder is None:
+        options = algorithms.options_of(config.algorithm)
+    elif not (options := getattr(builder, "options", None)):
+        return config
+    known = [field.name for field in dataclasses.fields(options)]
+    for option, value in config.options.items():
+        if option not in known:
+            raise ValueError(
+                f"{option}={value!r} is no option of {config.algorithm}, which takes "
+                f"{', '.join(known) or 'none'}"
+            )
+    filled = dataclasses.asdict(options(**config.options))
+    return dataclasses.replace(config, options=filled)
+
+
+def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, Any]:
+    """What two stretches of one run must agree on: settings and data, not paths.
+
+    Args:
+      config: of `ExperimentConfig.to_dict`.
+      data_sha256: of the clients' examples.
+    """
+    paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
+    settings = {key: value for key, value in config.items() if key not in paths}
+    return settings | {"data_sha256": data_sha256}
+
+
+def experiment(
+    config: ExperimentConfig,
+    builder: Callable[..., Algorithm] | None = None,
+    loaded: LoadedData | None = None,
+    model_devices: int = 1,
+) -> Experiment:
+    """Builds data, model, task, algorithm and selection.
+
+    Args:
+      config: the configuration.
+      builder: a user's own `(task, **options) -> Algorithm`; default: the registered
+        one that `config.algorithm` names.
+      loaded: what `load_data` gave for this configuration; default: loads it.
+      model_devices: over which a model is split.
+
+    Raises:
+      ValueError: what the configuration asks for does not exist or does not fit.
+    """
+    config = resolve(config, builder)
+    federated, mean, std, ood = loaded or load_data(config)
+    train, clients = federated.train, len(federated.train.size)
+    check_novel(clients, config.novel_clients)
+    novel = _novel(config, clients)
+    trained = np.delete(np.arange(clients), novel)
+    model = nn.build(
+        config.model,
+        classes=federated.classes,
+        input_shape=train.x.shape[2:],
+        preprocess=data.standardise(mean, std),
+        dtype=config.dtype,
+        **({"hidden": config.hidden} if config.model == "mlp" else {}),
+    )
+    model = model if model_devices == 1 else layered(model)
+    task = Task.of(model, train, *_local_training(config), candidates=trained)
+    builder = builder or partial(algorithms.build, config.algorithm)
+    build_algorithm = partial(builder, **config.options)
+    algorithm = build_algorithm(task)
+    if algorithm.cohort == "all":
+        config = dataclasses.replace(config, selection="uniform")
+    result = Experiment(
+        config=config,
+        data=federated,
+        data_sha256=_sha256((train, federated.test, ood)),
+        task=task,
+        algorithm=algorithm,
+        selection=_selection(config, algorithm, train, trained),
+        novel=novel,
+        build_algorithm=build_algorithm,
+        ood=ood,
+    )
+    _check_end(result)
+    return result
+
+
+def _local_training(config: ExperimentConfig) -> tuple[LocalTraining, LocalTraining]:
+    """Of a round, and of personalisation."""
+    training = LocalTraining(
+        config.epochs,
+        config.batch_size,
+        config.learning_rate_schedule(),
+        config.momentum,
+        data.crop_and_flip() if config.augment else None,
+        config.optimizer,
+        config.local_steps,
+    )
+    finetuning = training._replace(
+        epochs=config.finetune_epochs,
+        learning_rate=config.finetune_learning_rate,
+        steps=None,
+    )
+    return training, finetuning
+
+
+def _check_end(experiment: Experiment) -> None:
+    """Finds mistakes that would show only after training."""
+    config, size = experiment.config, experiment.data.test.size
+    if len(experiment.novel):
+        for which, ids in (("other", experiment.trained), ("novel", experiment.novel)):
+            if not size[ids].any():
+                raise ValueError(
+                    f"novel_clients={config.novel_clients}: none of the {len(ids)} "
+                    f"{which} clients has {config.evaluated_on} data: choose others "
+                    "with partition_seed"
+                )
+    if experiment.ood is not None and not experiment.ood.size[experiment.trained].any():
+        raise ValueError(
+            f"ood_dataset={config.ood_dataset!r}: no training client has "
+            f"{config.evaluated_on} data of it: choose another partition_seed"
+        )
+    for epochs in config.finetune_curve:
+        experiment.finetuned(epochs)
+
+
+def _novel(config: ExperimentConfig, clients: int) -> np.ndarray:
+    # Neither the stream of the partition nor one of `hold_out`.
+    rng = np.random.default_rng([config.partition_seed, clients, config.novel_clients])
+    return np.sort(rng.choice(clients, config.novel_clients, replace=False))
+
+
+def _sha256(tree: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+_PLAIN = ("uniform", "round_robin")
+
+
+def _cohort_size(config: ExperimentConfig, algorithm: Algorithm, clients: int) -> int:
+    """Clients in a round: what the algorithm says, else ⌊N·f⌋."""
+    if algorithm.cohort is None:
+        return participants(clients, config.fraction, config.novel_clients)
+    if algorithm.cohort > clients - config.novel_clients:
+        raise ValueError(
+            f"clients={clients} less novel_clients={config.novel_clients} are fewer "
+            f"than the {algorithm.cohort} that {algorithm.name} takes in a round: "
+            "give more clients"
+        )
+    return algorithm.cohort
+
+
+def _selection(
+    config: ExperimentConfig,
+    algorithm: Algorithm,
+    train: ClientData,
+    trained: np.ndarray,
+) -> Selection:
+    """The rule that picks the cohort.
+
+    Args:
+      config: the configuration; its `selection` is not looked at where the algorithm
+        takes all clients.
+      algorithm: that it names.
+      train: training data of all clients, leaves `[clients, ...]`.
+      trained: ids in order of the clients that may take part.
+
+    Raises:
+      ValueError: an unknown selection, a measure that the algorithm does not have, or
+        fewer clients to train than a round takes.
+    """
+    clients = len(train.size)
+    if algorithm.cohort == "all":
+        return selection.full(clients, trained)
+    size = _cohort_size(config, algorithm, clients)
+    known = (*_PLAIN, *algorithm.importance)
+    if config.selection not in known:
+        raise ValueError(
+            f"selection={config.selection!r} must be one of {', '.join(known)} for "
+            f"{algorithm.name}"
+        )
+    if config.selection == "uniform":
+        return selection.uniform(clients, size, trained)
+    if config.selection == "round_robin":
+        return selection.round_robin(clients, size, _turns(config, train, trained))
+    return selection.proportional(
+        clients,
+        size,
+        config.selection,
+        temperature=config.selection_temperature,
+        floor=config.selection_floor,
+        candidates=trained,
+    )
+
+
+def _turns(
+    config: ExperimentConfig, train: ClientData, trained: np.ndarray
+) -> np.ndarray:
+    """The ids of `trained` in the order of their turns."""
+    if config.selection_order == "sorted":
+        labels, sizes = jax.device_get((train.y, train.size))
+        classes = [_most_frequent(labels[i, : sizes[i]]) for i in trained]
+        return trained[np.argsort(classes, kind="stable")]
+    if config.selection_order == "shuffled":
+        # Longer than the seed of the partition and that of the novel clients: a stream
+        # of its own.
+        rng = np.random.default_rng(
+            [config.partition_seed, len(train.size), config.novel_clients, 1]
+        )
+        return rng.permutation(trained)
+    return trained
+
+
+def _most_frequent(labels: np.ndarray) -> int:
+    """The class of most examples, the lowest of several; -1 without examples."""
+    return int(np.bincount(labels).argmax()) if labels.size else -1
+
+
+def mesh(devices: int | None, model_devices: int = 1, together: int = 1) -> Mesh:
+    """The devices of a run.
+
+    Args:
+      devices: how many; None: every accelerator. Of a CPU: of one process as many as
+        there are cores for the clients that train together, since a client alone
+        keeps little more than one core busy; of several processes one each.
+      model_devices: as of `clients_mesh`.
+      together: clients that train together.
+
+    Raises:
+      ValueError: as `clients_mesh`.
+    """
+    if devices is None and jax.default_backend() == "cpu":
+        devices = max(jax.process_count(), model_devices)
+        if devices == 1:
+            devices = min(together, usable_cores(), len(jax.devices()))
+    return clients_mesh(devices, model_devices)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def federation(
+    experiment: Experiment, options: RunOptions, mesh: Mesh
+) -> BaseFederation:
+    """The federation of an experiment, its clients in memory or streamed."""
+    train, test = experiment.data.train, experiment.data.test
+    common = {
+        "selection": experiment.selection,
+        "mesh": mesh,
+        "eval_batch_size": experiment.config.eval_batch_size,
+        "codec": codecs.named(experiment.config.codec),
+    }
+    if not options.stream:
+        return Federation(experiment.algorithm, train, test, **common)
+    return StreamedFederation(
+        experiment.algorithm,
+        data.ClientArrays(train),
+        data.ClientArrays(test),
+        store=os.path.join(options.run_dir, folder.STORE),
+        block_size=options.block_size,
+        **common,
+    )
