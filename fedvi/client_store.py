@@ -86,13 +86,16 @@ class ClientStore:
         leaves = [_typed(rows, leaf) for rows, leaf in keys]
         return jax.tree.unflatten(jax.tree.structure(self._like), leaves), known
 
-    def write(self, ids: np.ndarray, states: Any) -> None:
-        """Keeps the states of some clients, all different, leaves `[len(ids), ...]`."""
+    def write(
+        self, ids: np.ndarray, states: Any, rows: np.ndarray | slice = slice(None)
+    ) -> None:
+        """Keeps the states of some clients, all different: those `rows` of `states`,
+        leaves `[len(ids), ...]`."""
         slots = self._index[ids]
         fresh = (slots < 0) | (slots == self._committed[ids])
         slots[fresh] = self._take_free(int(fresh.sum()))
         for array, leaf in zip(self._arrays, jax.tree.leaves(states)):
-            array[slots] = _untyped(leaf)
+            array[slots] = _untyped(leaf)[rows]
         self._index[ids] = slots
 
     def commit(self, note: dict[str, Any] | None = None) -> None:

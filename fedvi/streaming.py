@@ -424,8 +424,7 @@ class StreamedFederation(BaseFederation):
         outputs = jax.tree.map(lambda a: np.asarray(a)[: len(ids)], outputs)
         if jax.tree.leaves(states):
             counted = np.flatnonzero(outputs["counts"])
-            states = jax.tree.map(lambda a: a[counted], states)
-            kept.store.write(ids[counted], states)
+            kept.store.write(ids[counted], states, counted)
         return outputs
 
 

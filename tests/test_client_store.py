@@ -62,6 +62,7 @@ def test_it_is_a_dictionary_of_the_clients_met_so_far(tmp_path, on_disk):
         check(store, held, clients)
         if step % 3 == 2:
             store.commit()
+            store.settle()
             check(store, held, clients)
     # 150 clients at most were met: two slots each, and room to grow by half.
     assert store.bytes <= 1.5 * 2 * 150 * (24 + 8 + 4 + 8)

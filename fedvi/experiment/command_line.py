@@ -183,8 +183,8 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         _define_option(option, takers, flag_values)
 
 
-def parse(self, argument) -> int | float:
-    try:
+def parse(
+    argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
     """Parses a command line, program name first; the flag file's stem names the run.
 

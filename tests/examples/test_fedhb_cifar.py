@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from absl import flags as absl_flags
 
-from fedvi.experiment import flags, runner
+from fedvi import experiment
+from fedvi.experiment import command_line
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
@@ -56,17 +57,18 @@ def folder(tmp_path_factory):
 def straight(folder):
     """The run that the others are compared with, in this process."""
     values = absl_flags.FlagValues()
-    flags.define(values)
+    command_line.define(values)
     run_dir = folder / "straight"
     file = folder / "tiny.flags"
-    flags.parse(["x", f"--flagfile={file}", f"--run_dir={run_dir}"], values)
+    command_line.parse(["x", f"--flagfile={file}", f"--run_dir={run_dir}"], values)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
-    runner.run_all(flags.read(values))
+    experiment.run_all(command_line.read(values))
     jax.config.update("jax_compilation_cache_dir", before)
     return run_dir
 
 
+@pytest.mark.long
 def test_a_killed_run_continues_bit_for_bit(folder, straight):
     run_dir = folder / "killed"
     command = [

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from absl import flags as absl_flags
 
-from fedvi.experiment import checkpoint, flags, runner
+from fedvi import experiment
+from fedvi.experiment import checkpoint, command_line
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 30
@@ -29,6 +30,7 @@ SETTINGS = f"""
 --rounds={ROUNDS}
 --eval_every=1
 """
+pytestmark = pytest.mark.long
 TIMEOUT = 300  # seconds; a machine under load compiles slowly
 
 
@@ -43,11 +45,11 @@ def folder(tmp_path_factory):
 def straight(folder):
     """The folder of the same run in one process, on one device."""
     values = absl_flags.FlagValues()
-    flags.define(values)
+    command_line.define(values)
     run_dir = folder / "straight"
     file = folder / "tiny.flags"
-    flags.parse(["x", f"--flagfile={file}", f"--run_dir={run_dir}"], values)
-    runner.run_all(flags.read(values))
+    command_line.parse(["x", f"--flagfile={file}", f"--run_dir={run_dir}"], values)
+    experiment.run_all(command_line.read(values))
     return run_dir
 
 

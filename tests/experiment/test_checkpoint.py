@@ -273,6 +273,7 @@ for number in itertools.count(1):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
 def test_kill_9_leaves_a_whole_checkpoint(tmp_path):
     root = str(Path(fedvi.__path__[0]).parent)

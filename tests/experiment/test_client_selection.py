@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedvi import experiment
 from fedvi.algorithm import Importance
 from fedvi.algorithms import fedavg
-from fedvi.experiment import build, checkpoint, recorder, runner
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.csv_file import CsvFile
-from fedvi.experiment.run_options import RunOptions
+from fedvi.experiment import checkpoint, folder, load_data, setup
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.folder import CsvFile
+from fedvi.flat import trees
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -43,7 +44,8 @@ def graded(task):
 
     def score(server, reports, counts):
         trained = sum(
-            jnp.abs(leaf).sum() for leaf in jax.tree.leaves(server) if leaf.ndim == 1
+            jnp.abs(layer["bias"]).sum()  # 0 at first
+            for layer in trees(server.params)["head"].values()
         )
         return reports * (trained > 0)
 
@@ -53,7 +55,7 @@ def graded(task):
 @pytest.fixture(scope="module")
 def loaded():
     """Client k's first pixel is FACTORS[k], and not a number for client 1."""
-    loaded = build.load_data(CONFIG)
+    loaded = load_data(CONFIG)
     train, test = loaded.federated.train, loaded.federated.test
     x = train.x.astype(np.float32)
     x[:, 0, 0, 0, 0] = FACTORS
@@ -66,7 +68,7 @@ def loaded():
 
 
 def run(run_dir, loaded, **options):
-    return runner.run(
+    return experiment.run(
         CONFIG, RunOptions(str(run_dir), **options), graded, loaded=loaded
     )
 
@@ -75,8 +77,8 @@ def run(run_dir, loaded, **options):
 def straight(tmp_path_factory, loaded):
     before = jax.config.jax_compilation_cache_dir
     if before is None:
-        folder = str(tmp_path_factory.mktemp("cache"))
-        jax.config.update("jax_compilation_cache_dir", folder)
+        cache = str(tmp_path_factory.mktemp("cache"))
+        jax.config.update("jax_compilation_cache_dir", cache)
     run_dir = tmp_path_factory.mktemp("runs") / "straight"
     run(run_dir, loaded)
     yield run_dir
@@ -84,10 +86,10 @@ def straight(tmp_path_factory, loaded):
 
 
 def summary_of(run_dir):
-    return json.loads((run_dir / recorder.SUMMARY).read_text())
+    return json.loads((run_dir / folder.SUMMARY).read_text())
 
 
-def rows_of(run_dir, name=recorder.SELECTION):
+def rows_of(run_dir, name=folder.SELECTION):
     return CsvFile(run_dir / name).rows()
 
 
@@ -107,7 +109,7 @@ def test_every_round_tells_how_its_cohort_was_chosen(straight):
 
 
 def test_the_metrics_hold_what_was_clipped_over_the_block(straight):
-    rows = rows_of(straight, recorder.METRICS)
+    rows = rows_of(straight, folder.METRICS)
     assert [row["clipped"] for row in rows] == pytest.approx([0.1] * 2 + [0.2] * 4)
 
 
@@ -118,12 +120,12 @@ def test_problems_of_the_choice_are_counted(straight):
     assert summary["problems"]["equal_chances"] == {"7": 1, "8": 1}
     assert not summary["failed"]
     # Two train, but all four report: as many as there are cores on each device.
-    devices = min(4, build.usable_cores())
+    devices = min(4, setup.usable_cores())
     assert f"1 of {-(-4 // devices)} clients a round" in summary["plan"]
 
 
 def test_the_window_is_the_mean_of_its_evaluations(straight):
-    summary, rows = summary_of(straight), rows_of(straight, recorder.METRICS)
+    summary, rows = summary_of(straight), rows_of(straight, folder.METRICS)
     window = summary["window"]
     assert (window["rounds"], window["evaluations"]) == (3, 2)  # after rounds 4 and 6
     accuracy = np.reshape([row["global_accuracy"] for row in rows[2:]], (2, 2))
@@ -160,6 +162,6 @@ def test_a_stopped_run_continues_with_the_same_choices(
     output = capsys.readouterr().out
     assert "WARNING: seed 8, rounds 1, 2, client 1: report or score not fi" in output
     assert "seed 7: no score was positive in round 1: all clients had the" in output
-    files = [run_dir / recorder.SELECTION for run_dir in (straight, tmp_path)]
+    files = [run_dir / folder.SELECTION for run_dir in (straight, tmp_path)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert summary_of(tmp_path)["problems"] == summary_of(straight)["problems"]

@@ -2,14 +2,22 @@
 
 import pytest
 
-from fedvi.experiment import build
-from fedvi.experiment.communication import RoundBytes, bytes_per_round, mean_bytes_up
+from fedvi import contract
+from fedvi.experiment import setup
 from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.rows import bytes_per_round
 
 MODEL = 4 * ((64 * 5 + 5) + (5 * 10 + 10))  # bytes of the MLP below
 BODY = 4 * (64 * 5 + 5)
 HEAD = MODEL - BODY
 LEAVES = 4
+
+
+def bytes_of(config):
+    built = setup.experiment(config)
+    train, test = built.data.train, built.data.test
+    messages = contract.check(built.algorithm, train, test, built.task.clients)
+    return bytes_per_round(built, messages)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_bytes_are_those_of_what_is_sent(algorithm, options, up, down):
         hidden=(5,),
         augment=False,
     )
-    found = bytes_per_round(build.experiment(config))
+    found = bytes_of(config)
     assert found == (3 * (up + 4), 3 * down, 3 * 4)
 
 
@@ -68,7 +76,7 @@ def test_bytes_of_a_choice_by_importance_are_those_of_all_candidates(selection, 
         hidden=(5,),
         augment=False,
     )
-    up, down, _ = bytes_per_round(build.experiment(config))
+    up, down, _ = bytes_of(config)
     assert up == 3 * MODEL + 4 + 5 * report
     assert down == 5 * 3 * MODEL
 
@@ -89,22 +97,6 @@ def test_a_codec_cuts_the_bytes_up_alone(codec, part, scales):
         hidden=(5,),
         augment=False,
     )
-    found = bytes_per_round(build.experiment(config))
+    found = bytes_of(config)
     up = 2 * (MODEL // part + LEAVES * scales)
     assert found == (3 * (up + 4), 3 * 2 * MODEL, 3 * 4 // part)
-
-
-def test_withheld_values_are_not_counted():
-    per_round = RoundBytes(up=1000, down=500, withheld=10)
-    assert per_round.sent_up({}) == 1000
-    assert per_round.sent_up({"withheld": 25.0}) == 750
-    assert per_round.sent_up({"withheld": float("nan")}) == 1000  # nobody took part
-    # Rounds 1 and 2 with 30 withheld, 3 to 6 with 60; another seed with none.
-    rows = [
-        {"seed": 0, "round": 2, "withheld": 30.0},
-        {"seed": 1, "round": 2, "withheld": 0.0},
-        {"seed": 0, "round": 6, "withheld": 60.0},
-        {"seed": 1, "round": 6, "withheld": 0.0},
-    ]
-    assert mean_bytes_up(per_round, rows) == 1000 - (2 * 300 + 4 * 600) / 12
-    assert mean_bytes_up(per_round, [{"seed": 0, "round": 9}]) == 1000

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
-from fedvi.experiment import build, comparison, recorder, runner
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.recorder import Recorder
-from fedvi.experiment.run_options import RunOptions
+from fedvi import experiment
+from fedvi.experiment import folder, report, setup
+from fedvi.experiment.config import ExperimentConfig, RunOptions
 
 CONFIG = ExperimentConfig(
     algorithm="dsvgd",
@@ -20,7 +20,7 @@ CONFIG = ExperimentConfig(
     augment=False,
     rounds=3,
 )
-FILES = {comparison.PLOT, comparison.TABLE}
+FILES = {report.PLOT, report.TABLE}
 
 
 def options(run_dir, **more):
@@ -32,14 +32,16 @@ def runs(tmp_path):
     """Two finished runs in one folder."""
     runs = []
     for number, selection in enumerate(("uniform", "hip")):
-        config = build.resolve(dataclasses.replace(CONFIG, selection=selection))
+        config = setup.resolve(dataclasses.replace(CONFIG, selection=selection))
         run_dir = tmp_path / config.method.replace(":", "_")
-        recorder_ = Recorder(run_dir)
+        run_dir.mkdir()
+        metrics = folder.CsvFile(run_dir / folder.METRICS)
         figures = {"accuracy": 50.0 + number, "nll": 1.0, "ece": 0.1}
         row = {f"global_{key}": value for key, value in figures.items()}
         for round in (1, 2, 3):
-            recorder_.append({"round": round, "seed": 0, **row})
-        recorder_.write_summary(
+            metrics.append({"round": round, "seed": 0, **row})
+        folder.write_json(
+            run_dir / folder.SUMMARY,
             {
                 "method": config.method,
                 "dataset": "digits",
@@ -49,23 +51,23 @@ def runs(tmp_path):
                 "round_seconds": 0.1,
                 "per_seed": [{"global": figures, "personal": figures}],
                 "config": config.to_dict(),
-                "data_sha256": build.experiment(config).data_sha256,
-            }
+                "data_sha256": setup.experiment(config).data_sha256,
+            },
         )
         runs.append((config, options(run_dir, resume=True)))
     return runs
 
 
-def names_in(folder):
-    return {path.name for path in folder.iterdir()}
+def names_in(where):
+    return {path.name for path in where.iterdir()}
 
 
 def test_runs_of_one_folder_leave_their_plot_and_table(runs, tmp_path, capsys):
     for _ in range(2):  # the second time they are replaced
-        runner.run_all(runs)
+        experiment.run_all(runs)
         assert names_in(tmp_path) == {"dsvgd", "dsvgd_hip"} | FILES
-    assert (tmp_path / comparison.PLOT).read_bytes()[:4] == b"\x89PNG"
-    text = (tmp_path / comparison.TABLE).read_text()
+    assert (tmp_path / report.PLOT).read_bytes()[:4] == b"\x89PNG"
+    text = (tmp_path / report.TABLE).read_text()
     assert text in capsys.readouterr().out
     lines = text.splitlines()
     assert lines[0] == "after 3 rounds, test data, mean over clients:"
@@ -78,67 +80,67 @@ def test_runs_of_one_folder_leave_their_plot_and_table(runs, tmp_path, capsys):
 def test_the_curves_come_from_each_runs_rows(runs, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        comparison.plots,
+        report.plots,
         "comparison_curves",
         lambda path, rows, title: drawn.append(rows),
     )
-    summaries = runner.run_all(runs)
+    summaries = experiment.run_all(runs)
     assert [(row["method"], row["round"]) for row in drawn[0]] == [
         (method, round) for method in ("dsvgd", "dsvgd:hip") for round in (1, 2, 3)
     ]
     assert drawn[0][-1]["global_accuracy"] == 51.0
     same = [summary | {"method": "dsvgd"} for summary in summaries]
-    comparison.write(tmp_path, [one for _, one in runs], same, "text")
+    report.write_comparison(tmp_path, [one for _, one in runs], same, "text")
     assert [row["method"] for row in drawn[1][::3]] == ["dsvgd", "dsvgd_hip"]
 
 
 def test_one_run_or_runs_of_several_folders_are_not_compared(tmp_path):
     here, there = options(tmp_path / "a"), options(tmp_path / "deep" / "b")
-    assert comparison.folder_of([here]) is None
-    assert comparison.folder_of([here, here]) is None
-    assert comparison.folder_of([here, there]) is None
-    assert comparison.folder_of([here, options(tmp_path / "b")]) == tmp_path
+    assert report.common_folder([here]) is None
+    assert report.common_folder([here, here]) is None
+    assert report.common_folder([here, there]) is None
+    assert report.common_folder([here, options(tmp_path / "b")]) == tmp_path
 
 
 def test_an_older_comparison_is_not_touched_without_a_flag(tmp_path):
     new = [options(tmp_path / name) for name in "ab"]
-    comparison.prepare(tmp_path, new)
-    (tmp_path / comparison.TABLE).write_text("mine")
+    report.check_comparison(tmp_path, new)
+    (tmp_path / report.TABLE).write_text("mine")
     with pytest.raises(ValueError, match="already holds a comparison .*--overwrite"):
-        comparison.prepare(tmp_path, new)
+        report.check_comparison(tmp_path, new)
     runs = [(CONFIG, one) for one in new]
     with pytest.raises(ValueError, match="already holds a comparison"):
-        runner.run_all(runs)
-    assert names_in(tmp_path) == {comparison.TABLE}
+        experiment.run_all(runs)
+    assert names_in(tmp_path) == {report.TABLE}
     for flag in ("overwrite", "resume"):
-        comparison.prepare(tmp_path, [dataclasses.replace(new[0], **{flag: True})])
+        report.check_comparison(tmp_path, [dataclasses.replace(new[0], **{flag: True})])
 
 
 def test_overwrite_removes_it_before_the_runs_start(tmp_path, monkeypatch):
-    for name in (*FILES, f"{comparison.PLOT}.tmp.42", "notes.txt"):
+    for name in (*FILES, f"{report.PLOT}.tmp.42", "notes.txt"):
         (tmp_path / name).write_text("mine")
 
     def stop(*arguments, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "run", stop)
+    monkeypatch.setattr(sys.modules["fedvi.experiment.run"], "_carry_out", stop)
     configs = [CONFIG, dataclasses.replace(CONFIG, selection="ksd")]
     new = [options(tmp_path / name, overwrite=True) for name in "ab"]
     with pytest.raises(ValueError, match="selection='kds'"):
         broken = dataclasses.replace(CONFIG, selection="kds")
-        runner.run_all(list(zip([CONFIG, broken], new)))
+        experiment.run_all(list(zip([CONFIG, broken], new)))
     assert FILES < names_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        runner.run_all(list(zip(configs, new)))
+        experiment.run_all(list(zip(configs, new)))
     assert names_in(tmp_path) == {"notes.txt"}
 
 
 def test_a_comparison_that_cannot_be_written_stops_nothing(runs, tmp_path, capsys):
-    (tmp_path / "dsvgd" / recorder.METRICS).unlink()
-    runner.run_all(runs)
+    (tmp_path / "dsvgd" / folder.METRICS).unlink()
+    experiment.run_all(runs)
     assert FILES < names_in(tmp_path)
-    (tmp_path / "dsvgd" / recorder.METRICS).write_text("not,ours\n1,2\n")
-    summaries = runner.run_all(runs)
+    (tmp_path / "dsvgd" / folder.METRICS).write_text("not,ours\n1,2\n")
+    summaries = experiment.run_all(runs)
     assert len(summaries) == 2
     assert "no comparison in" in capsys.readouterr().out
-    assert json.loads((tmp_path / "dsvgd" / recorder.SUMMARY).read_text())
+    assert json.loads((tmp_path / "dsvgd" / folder.SUMMARY).read_text())

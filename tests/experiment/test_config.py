@@ -1,13 +1,12 @@
 import dataclasses
 import json
+from itertools import accumulate
 
 import numpy as np
 import pytest
 
 from fedvi.experiment.checkpoint import fingerprint
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.run_options import RunOptions
-from fedvi.experiment.validation import participants
+from fedvi.experiment.config import ExperimentConfig, RunOptions, participants
 
 
 def test_the_defaults_are_valid_and_survive_json():
@@ -122,3 +121,55 @@ def test_the_learning_rate_decays_after_half_and_three_quarters():
 def test_a_short_run_starts_at_the_full_learning_rate(rounds):
     schedule = ExperimentConfig(rounds=rounds).learning_rate_schedule()
     assert float(schedule(0)) == pytest.approx(0.1)
+
+
+def rounds_of(config, done=0):
+    """Rounds after which the run is evaluated."""
+    return [done + total for total in accumulate(config.blocks(done))]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "every", "final", "expected"),
+    [
+        (10, 5, 0, [5, 10]),
+        (7, 5, 0, [5, 7]),
+        (3, 5, 0, [3]),
+        (12, 5, 3, [5, 10, 11, 12]),
+        (13, 5, 5, [5, 9, 10, 11, 12, 13]),
+        (6, 10, 2, [5, 6]),
+        (3, 5, 3, [1, 2, 3]),
+        (3, 1, 1, [1, 2, 3]),
+    ],
+)
+def test_evaluations_are_regular_and_then_after_every_round(
+    rounds, every, final, expected
+):
+    config = ExperimentConfig(rounds=rounds, eval_every=every, final_rounds=final)
+    assert rounds_of(config) == expected
+    for place, done in enumerate(expected):
+        assert rounds_of(config, done) == expected[place + 1 :]
+
+
+@pytest.mark.parametrize("final", range(0, 24))
+def test_few_blocks_have_to_be_compiled(final):
+    config = ExperimentConfig(rounds=23, eval_every=5, final_rounds=final)
+    assert sum(config.blocks()) == 23
+    assert len(set(config.blocks())) <= 3
+    lasts = [round for round in rounds_of(config) if config.is_final(round)]
+    assert len(lasts) == final
+
+
+def test_personal_models_are_evaluated_in_the_last_rounds_too():
+    config = ExperimentConfig(rounds=10, eval_every=2, personal_every=4, final_rounds=2)
+    chosen = [round for round in rounds_of(config) if config.personal_too(round)]
+    assert rounds_of(config) == [2, 4, 6, 8, 9, 10] and chosen == [4, 8, 9, 10]
+    plain = ExperimentConfig(rounds=4, eval_every=2)
+    assert [plain.personal_too(round) for round in (2, 4)] == [False, True]
+
+
+def test_the_window_is_the_last_rounds():
+    config = ExperimentConfig(rounds=6, window=2)
+    assert [config.in_window(round) for round in range(1, 7)] == [False] * 4 + [
+        True
+    ] * 2
+    assert not ExperimentConfig(rounds=6).in_window(6)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from fedvi import experiment
 from fedvi.algorithms import fedavg
-from fedvi.experiment import build, checkpoint, recorder, runner
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.run_options import RunOptions
+from fedvi.experiment import checkpoint, folder, load_data, setup
+from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.federation import Federation, State
 
 CONFIG = ExperimentConfig(
@@ -66,7 +66,7 @@ def ood_file(tmp_path_factory):
 
 
 def run(run_dir, config, **options):
-    return runner.run(config, RunOptions(str(run_dir), **options), noisy)
+    return experiment.run(config, RunOptions(str(run_dir), **options), noisy)
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +74,26 @@ def straight(tmp_path_factory, ood_file):
     run_dir = tmp_path_factory.mktemp("runs") / "straight"
     before = jax.config.jax_compilation_cache_dir
     if before is None:
-        folder = str(tmp_path_factory.mktemp("cache"))
-        jax.config.update("jax_compilation_cache_dir", folder)
+        cache = str(tmp_path_factory.mktemp("cache"))
+        jax.config.update("jax_compilation_cache_dir", cache)
     run(run_dir, change(ood_data_file=ood_file))
     yield run_dir
     jax.config.update("jax_compilation_cache_dir", before)
 
 
 def summary_of(run_dir):
-    return json.loads((run_dir / recorder.SUMMARY).read_text())
+    return json.loads((run_dir / folder.SUMMARY).read_text())
 
 
 def rows_of(run_dir):
-    with open(run_dir / recorder.METRICS, newline="") as file:
+    with open(run_dir / folder.METRICS, newline="") as file:
         return list(csv.DictReader(file))
 
 
 def test_the_folder_holds_every_file(straight):
-    asked_for = {recorder.SELECTION}
+    asked_for = {folder.SELECTION, folder.STORE}
     files = {path.name for path in straight.iterdir()}
-    assert files == set(recorder.RUN_FILES) - asked_for
+    assert files == set(folder.RUN_FILES) - asked_for
 
 
 def test_the_last_rounds_are_evaluated_one_by_one_and_averaged(straight):
@@ -152,22 +152,20 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
     assert found["dataset"] == "noise"
     assert 0.5 < found["auroc_entropy"] <= 1
     assert found["entropy_out"] > found["entropy_in"]
-    experiment = build.experiment(change(ood_data_file=ood_file), noisy)
-    federation = Federation(
-        experiment.algorithm, experiment.data.train, experiment.data.test
-    )
+    built = setup.experiment(change(ood_data_file=ood_file), noisy)
+    federation = Federation(built.algorithm, built.data.train, built.data.test)
     shapes = jax.eval_shape(federation.pure_init, jax.random.key(8))
-    with np.load(straight / recorder.CHECKPOINT) as arrays:
+    with np.load(straight / folder.CHECKPOINT) as arrays:
         server = jax.tree_util.tree_map_with_path(
             lambda path, leaf: arrays[f"state.server{jax.tree_util.keystr(path)}"][1],
             shapes.server,
         )
     state = State(server, (), jnp.int32(5), jax.random.key(8))
-    pair = federation.uncertainty_personal(state, experiment.data.test, experiment.ood)
+    pair = federation.uncertainty_personal(state, built.data.test, built.ood)
     for name in ("entropy", "mutual_information"):
         values = [
-            np.asarray(getattr(one, name))[experiment.trained][
-                np.asarray(one.mask)[experiment.trained]
+            np.asarray(getattr(one, name))[built.trained][
+                np.asarray(one.mask)[built.trained]
             ]
             for one in pair
         ]
@@ -177,7 +175,7 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
             roc_auc_score(labels, np.concatenate(values)), abs=1e-4
         )
     sums = np.where(pair[0].mask, pair[0].entropy, 0).sum(axis=1)
-    inside = (sums / np.asarray(pair[0].mask).sum(axis=1))[experiment.trained]
+    inside = (sums / np.asarray(pair[0].mask).sum(axis=1))[built.trained]
     assert own["entropy_in"] == pytest.approx(inside.mean(), rel=1e-5)
 
 
@@ -201,8 +199,8 @@ def test_a_stopped_run_continues_bit_for_bit(
     monkeypatch.undo()
     run(tmp_path, config, resume=True)
     with (
-        np.load(straight / recorder.CHECKPOINT) as expected,
-        np.load(tmp_path / recorder.CHECKPOINT) as found,
+        np.load(straight / folder.CHECKPOINT) as expected,
+        np.load(tmp_path / folder.CHECKPOINT) as found,
     ):
         assert expected.files == found.files
         for name in expected.files:
@@ -219,9 +217,9 @@ def test_the_table_shows_the_mean_of_the_last_rounds(
 ):
     """The run is finished, by forging: nothing is trained here."""
     config = change(ood_data_file=ood_file)
-    summary = summary_of(straight) | {"config": build.resolve(config).to_dict()}
-    (tmp_path / recorder.SUMMARY).write_text(json.dumps(summary))
-    runner.run_all([(config, RunOptions(str(tmp_path), resume=True))])
+    summary = summary_of(straight) | {"config": setup.resolve(config).to_dict()}
+    (tmp_path / folder.SUMMARY).write_text(json.dumps(summary))
+    experiment.run_all([(config, RunOptions(str(tmp_path), resume=True))])
     output = capsys.readouterr().out
     assert "\nmean of the last 2 of 5 rounds, test data, mean over the clie" in output
     mean = summary["mean_of_last_rounds"]["global"]["accuracy"]
@@ -270,7 +268,6 @@ def two_models(task):
         global_predictive=lambda key, server, x, mask: log_probs(server, x, mask)[None],
         personalise=lambda key, server, client, data: server["a"].params,
         assign=assign,
-        wire=None,  # FedAvg's knows no such server
     )
 
 
@@ -286,7 +283,7 @@ def test_a_clustered_method_reports_what_it_recovers(tmp_path):
         eval_every=4,
         seeds=1,
     )
-    summary = runner.run(config, RunOptions(str(tmp_path)), two_models)
+    summary = experiment.run(config, RunOptions(str(tmp_path)), two_models)
     [own], rows = summary["per_seed"], rows_of(tmp_path)
     assert summary["true_clusters"] == [0, 0, 0, 1, 1, 1]
     assert own["clusters"] in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
@@ -295,13 +292,13 @@ def test_a_clustered_method_reports_what_it_recovers(tmp_path):
 
 
 def test_novel_clients_without_test_data_are_named(tmp_path):
-    loaded = build.load_data(change(ood_dataset=None))
+    loaded = load_data(change(ood_dataset=None))
     test = loaded.federated.test
-    novel = build.experiment(change(ood_dataset=None), loaded=loaded).novel
+    novel = setup.experiment(change(ood_dataset=None), loaded=loaded).novel
     size = np.where(np.isin(np.arange(5), novel), 0, test.size)
     federated = dataclasses.replace(loaded.federated, test=test._replace(size=size))
     with pytest.raises(ValueError, match="none of the 1 novel clients has test data"):
-        build.experiment(
+        setup.experiment(
             change(ood_dataset=None), loaded=loaded._replace(federated=federated)
         )
 
@@ -313,4 +310,4 @@ def test_a_mistake_in_the_curve_is_found_before_training(ood_file):
         return fedavg(task)
 
     with pytest.raises(ValueError, match="epochs=0 must be at least 1"):
-        build.experiment(change(ood_dataset=None), needs_epochs)
+        setup.experiment(change(ood_dataset=None), needs_epochs)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from fedvi import data
-from fedvi.experiment import build
+from fedvi.experiment import load_data, setup
 from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.loading import load_data
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -58,8 +57,8 @@ def test_the_same_data_are_not_out_of_distribution(tmp_path, ood_file):
 
 
 def test_the_digest_follows_the_ood_data(ood_file):
-    plain = build.experiment(change(ood_dataset=None)).data_sha256
-    assert build.experiment(change(ood_data_file=ood_file)).data_sha256 != plain
+    plain = setup.experiment(change(ood_dataset=None)).data_sha256
+    assert setup.experiment(change(ood_data_file=ood_file)).data_sha256 != plain
 
 
 def test_ood_data_are_evaluated_on_the_same_split_and_never_clustered(ood_file):
@@ -97,7 +96,7 @@ def test_training_clients_need_ood_data(ood_file):
     loaded = load_data(change(ood_data_file=ood_file))
     nothing = loaded.ood._replace(size=np.zeros_like(loaded.ood.size))
     with pytest.raises(ValueError, match="no training client has test data of it"):
-        build.experiment(CONFIG, loaded=loaded._replace(ood=nothing))
+        setup.experiment(CONFIG, loaded=loaded._replace(ood=nothing))
 
 
 def test_classes_are_chosen_before_the_data_are_dealt_and_measured(ood_file):

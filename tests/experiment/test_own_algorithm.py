@@ -1,66 +1,52 @@
 """A user's own algorithm, written from the contract alone, runs through the driver."""
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+
 import numpy as np
+import optax
+import pytest
 from absl import flags as absl_flags
 
-from fedvi import Algorithm, ClientOutput, algorithms
-from fedvi.experiment import flags, runner
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.run_options import RunOptions
-from fedvi.local import cross_entropy, minimise
+from fedvi import ClientOutput, Options, algorithms, experiment, option
+from fedvi.algorithms.common import point_estimate, train_from
+from fedvi.experiment import ExperimentConfig, RunOptions, command_line
 
 
-def fedavgm(task, *, server_momentum: float = 0.5) -> Algorithm:
-    """FedAvg with momentum on the server: v <- βv + Σ n_i (θ - θ_i) / Σ n_i."""
-    model = task.model
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgM(Options):
+    beta: float = option(0.5, "Momentum of the server.", at_least=0, below=1)
 
-    def loss(key, params, batch):
-        return cross_entropy(
-            model.apply(params, batch.x, batch.mask), batch.y, batch.mask
-        )
+
+@algorithms.builder(FedAvgM)
+def fedavgm(task, options):
+    """FedAvg with momentum on the server: v <- βv + Σ n_i Δ_i / Σ n_i."""
 
     def init(key):
-        params = model.init(key)
-        return {"params": params, "velocity": jax.tree.map(jnp.zeros_like, params)}
+        params = task.model.init(key)
+        return {"params": params, "v": optax.tree.zeros_like(params)}
 
     def client_update(key, round, server, client, data):
-        start = server["params"]
-        params, value = minimise(key, round, start, data, task.training, loss)
-        change = jax.tree.map(jnp.subtract, start, params)
-        return ClientOutput(change, data.size, metrics={"loss": value})
+        params, loss = train_from(task, key, round, server["params"], data)
+        moved = optax.tree.sub(params, server["params"])
+        return ClientOutput(moved, data.size, metrics={"loss": loss})
 
     def server_update(key, round, server, aggregate):
-        velocity = jax.tree.map(
-            lambda v, g: server_momentum * v + g, server["velocity"], aggregate.mean()
-        )
-        params = jax.tree.map(jnp.subtract, server["params"], velocity)
-        return {"params": params, "velocity": velocity}
+        v = optax.tree.add_scale(aggregate.mean(), options.beta, server["v"])
+        return {"params": optax.tree.add(server["params"], v), "v": v}
 
-    def predict(params, x, mask):
-        return jax.nn.log_softmax(model.apply(params, x, mask))[None]
-
-    return Algorithm(
-        name="fedavgm",
+    return point_estimate(
+        "fedavgm",
+        task,
+        params_of=lambda server: server["params"],
         init=init,
         client_update=client_update,
         server_update=server_update,
-        global_predictive=lambda key, server, x, mask: predict(
-            server["params"], x, mask
-        ),
-        personalise=lambda key, server, client, data: minimise(
-            key, 0, server["params"], data, task.finetuning, loss
-        )[0],
-        personal_predictive=lambda key, server, params, x, mask: predict(
-            params, x, mask
-        ),
     )
 
 
 CONFIG = ExperimentConfig(
     algorithm="fedavgm",
-    options={"server_momentum": 0.3},
+    options={"beta": 0.3},
     dataset="digits",
     partition="iid",
     clients=4,
@@ -74,23 +60,29 @@ CONFIG = ExperimentConfig(
 
 def test_it_runs_through_the_driver(tmp_path):
     run_dir = str(tmp_path / "run")
-    summary = runner.run(CONFIG, RunOptions(run_dir), fedavgm)
+    summary = experiment.run(CONFIG, RunOptions(run_dir), fedavgm)
     assert summary["algorithm"] == "fedavgm"
+    assert summary["config"]["options"] == {"beta": 0.3}
     assert summary["global"]["accuracy"] > 80
     assert summary["personal"]["accuracy"] > 80
     model = 4 * (64 * 10 + 10)
-    assert summary["bytes_up"] == 2 * (model + 4)
+    assert summary["bytes_up"] == summary["bytes_up_as_sums"] == 2 * (model + 4)
     assert summary["bytes_down"] == 2 * 2 * model  # this one sends its velocity too
     with np.load(tmp_path / "run" / "checkpoint.npz") as state:
-        assert any("velocity" in name and state[name].any() for name in state.files)
+        kernel = "state.server['v']['head']['classifier']['kernel']"
+        assert state[kernel].shape == (1, 64, 10) and state[kernel].any()
 
 
 def test_registered_it_has_flags_like_any_other(monkeypatch):
-    monkeypatch.setattr(algorithms, "ALGORITHMS", dict(algorithms.ALGORITHMS))
-    monkeypatch.setattr(flags, "ALGORITHMS", algorithms.ALGORITHMS)
-    algorithms.register(fedavgm)
+    monkeypatch.setitem(algorithms.ALGORITHMS, "fedavgm", fedavgm)
     values = absl_flags.FlagValues()
-    flags.define(values)
-    flags.parse(["x", "--algorithm=fedavgm", "--server_momentum=0.25"], values)
-    [(config, _)] = flags.read(values)
-    assert config.options == {"server_momentum": 0.25}
+    command_line.define(values)
+    command_line.parse(["x", "--algorithm=fedavgm", "--beta=0.25"], values)
+    [(config, _)] = command_line.read(values)
+    assert config.options == {"beta": 0.25}
+
+
+def test_its_options_are_checked_before_anything_runs(tmp_path):
+    config = dataclasses.replace(CONFIG, options={"beta": 1.5})
+    with pytest.raises(ValueError, match="beta=1.5 must be at least 0 and below 1"):
+        experiment.run(config, RunOptions(str(tmp_path / "run")), fedavgm)

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import gaussian_kde
 
-from fedvi.experiment.plots import entropy_density
-from fedvi.experiment.plots.density import kernel_density
+from fedvi.experiment.plots import entropy_density, kernel_density
 
 LARGEST = np.log(10)
 GRID = np.linspace(0, LARGEST, 2001)

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi import algorithms, data
-from fedvi.experiment import build, checkpoint, recorder, runner
-from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.run_options import RunOptions
+from fedvi import algorithms, data, experiment
+from fedvi.experiment import checkpoint, folder, load_data, setup
+from fedvi.experiment.config import ExperimentConfig, RunOptions
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -30,7 +29,7 @@ CONFIG = ExperimentConfig(
 )
 
 
-RESOLVED = build.resolve(CONFIG).to_dict()
+RESOLVED = setup.resolve(CONFIG).to_dict()
 
 
 def change(config=CONFIG, **changes):
@@ -42,12 +41,12 @@ def options(run_dir, **more):
 
 
 def rows_of(run_dir):
-    with open(run_dir / recorder.METRICS, newline="") as file:
+    with open(run_dir / folder.METRICS, newline="") as file:
         return list(csv.DictReader(file))
 
 
 def arrays_of(run_dir):
-    with np.load(run_dir / recorder.CHECKPOINT) as file:
+    with np.load(run_dir / folder.CHECKPOINT) as file:
         return {name: file[name] for name in file.files}
 
 
@@ -56,8 +55,8 @@ def compiled(tmp_path_factory):
     """Runs of one configuration compile once."""
     before = jax.config.jax_compilation_cache_dir
     if before is None:
-        folder = str(tmp_path_factory.mktemp("cache"))
-        jax.config.update("jax_compilation_cache_dir", folder)
+        cache = str(tmp_path_factory.mktemp("cache"))
+        jax.config.update("jax_compilation_cache_dir", cache)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -66,24 +65,25 @@ def compiled(tmp_path_factory):
 def run_dir(tmp_path_factory, compiled):
     """The folder of a finished run of `CONFIG`."""
     path = tmp_path_factory.mktemp("runs") / "straight"
-    returned = runner.run(CONFIG, options(path))
-    assert recorder_summary(path) == json.loads(json.dumps(returned))
+    returned = experiment.run(CONFIG, options(path))
+    assert summary_of(path) == json.loads(json.dumps(returned))
     return path
 
 
-def recorder_summary(run_dir):
-    return json.loads((run_dir / recorder.SUMMARY).read_text())
+def summary_of(run_dir):
+    return json.loads((run_dir / folder.SUMMARY).read_text())
 
 
 def test_the_folder_holds_every_file(run_dir):
     asked_for = {
-        recorder.FINETUNE_CURVE,
-        recorder.ENTROPY_DENSITY,
-        recorder.SELECTION,
+        folder.FINETUNE_CURVE,
+        folder.ENTROPY_DENSITY,
+        folder.SELECTION,
+        folder.STORE,
     }
-    assert {p.name for p in run_dir.iterdir()} == set(recorder.RUN_FILES) - asked_for
-    assert json.loads((run_dir / recorder.CONFIG).read_text()) == RESOLVED
-    for name in (recorder.LEARNING_CURVES, recorder.RELIABILITY, recorder.UNCERTAINTY):
+    assert {p.name for p in run_dir.iterdir()} == set(folder.RUN_FILES) - asked_for
+    assert json.loads((run_dir / folder.CONFIG).read_text()) == RESOLVED
+    for name in (folder.LEARNING_CURVES, folder.RELIABILITY, folder.UNCERTAINTY):
         assert (run_dir / name).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -97,7 +97,7 @@ def test_there_is_a_row_per_evaluation_and_seed(run_dir):
 
 
 def test_the_summary_holds_what_is_promised(run_dir):
-    summary = recorder_summary(run_dir)
+    summary = summary_of(run_dir)
     assert (summary["algorithm"], summary["dataset"]) == ("fedavg", "digits")
     assert summary["method"] == "fedavg"
     assert (summary["rounds"], summary["seeds"]) == (4, [7, 8])
@@ -121,7 +121,7 @@ def test_the_summary_holds_what_is_promised(run_dir):
 
 
 def test_the_summary_agrees_with_the_rows(run_dir):
-    summary, rows = recorder_summary(run_dir), rows_of(run_dir)
+    summary, rows = summary_of(run_dir), rows_of(run_dir)
     accuracies = np.array([float(row["global_accuracy"]) for row in rows])
     assert summary["global"]["accuracy"] == pytest.approx(accuracies[2:].mean())
     assert summary["global_std_over_seeds"]["accuracy"] == pytest.approx(
@@ -135,7 +135,7 @@ def test_the_summary_agrees_with_the_rows(run_dir):
 
 
 def test_bytes_are_those_of_the_model_and_the_weight(run_dir):
-    summary, model = recorder_summary(run_dir), 4 * (64 * 10 + 10)
+    summary, model = summary_of(run_dir), 4 * (64 * 10 + 10)
     assert summary["bytes_down"] == 3 * model
     assert summary["bytes_up"] == 3 * (model + 4)
 
@@ -143,15 +143,17 @@ def test_bytes_are_those_of_the_model_and_the_weight(run_dir):
 def test_a_finished_run_is_not_touched(run_dir, capsys):
     before = {p.name: p.read_bytes() for p in run_dir.iterdir()}
     with pytest.raises(ValueError, match="already holds a finished run"):
-        runner.run(CONFIG, options(run_dir))
+        experiment.run(CONFIG, options(run_dir))
     with pytest.raises(ValueError, match="rounds is 4 there and 6 here"):
-        runner.run(change(rounds=6), options(run_dir, resume=True))
+        experiment.run(change(rounds=6), options(run_dir, resume=True))
     with pytest.raises(ValueError, match="missing.npz"):
-        runner.run(change(data_file="missing.npz"), options(run_dir, overwrite=True))
+        experiment.run(
+            change(data_file="missing.npz"), options(run_dir, overwrite=True)
+        )
     with pytest.raises(ValueError, match="exclude each other"):
-        runner.run(CONFIG, options(run_dir, overwrite=True, resume=True))
+        experiment.run(CONFIG, options(run_dir, overwrite=True, resume=True))
     capsys.readouterr()
-    runner.run_all([(CONFIG, options(run_dir, resume=True))])
+    experiment.run_all([(CONFIG, options(run_dir, resume=True))])
     output = capsys.readouterr().out
     assert "finished: nothing to do" in output
     assert "global accuracy" in output and str(run_dir) in output
@@ -167,12 +169,12 @@ def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(checkpoint, "save", save_and_stop)
     with pytest.raises(KeyboardInterrupt):
-        runner.run(CONFIG, options(tmp_path))
-    assert not (tmp_path / recorder.SUMMARY).exists()
+        experiment.run(CONFIG, options(tmp_path))
+    assert not (tmp_path / folder.SUMMARY).exists()
     monkeypatch.undo()
     with pytest.raises(ValueError, match="already holds an unfinished run"):
-        runner.run(CONFIG, options(tmp_path))
-    runner.run(CONFIG, options(tmp_path, resume=True))
+        experiment.run(CONFIG, options(tmp_path))
+    experiment.run(CONFIG, options(tmp_path, resume=True))
     assert "resumed after round 2 of 4" in capsys.readouterr().out
 
     straight, resumed = arrays_of(run_dir), arrays_of(tmp_path)
@@ -186,7 +188,7 @@ def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("model_devices", [1, 2])
 def test_eight_devices_give_the_result_of_one(run_dir, tmp_path, model_devices):
     devices = options(tmp_path, devices=8, model_devices=model_devices)
-    summary = runner.run(CONFIG, devices)
+    summary = experiment.run(CONFIG, devices)
     assert summary["device"].startswith("8 x cpu")
     straight, spread = arrays_of(run_dir), arrays_of(tmp_path)
     assert straight.keys() == spread.keys()
@@ -209,9 +211,9 @@ def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     again = options(tmp_path, resume=True)
     with pytest.raises(ValueError, match="data_sha256 is '.* there and '.* here"):
-        runner.run(config_of("other.npz", change_one=1), again)
+        experiment.run(config_of("other.npz", change_one=1), again)
     capsys.readouterr()
-    runner.run(config_of("moved.npz"), again)
+    experiment.run(config_of("moved.npz"), again)
     assert "finished: nothing to do" in capsys.readouterr().out
 
 
@@ -224,14 +226,14 @@ def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
 )
 def test_a_resume_needs_the_same_clusters_and_novel_clients(run_dir, changes, message):
     with pytest.raises(ValueError, match=message):
-        runner.run(change(**changes), options(run_dir, resume=True))
+        experiment.run(change(**changes), options(run_dir, resume=True))
 
 
 def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path):
-    for name in (recorder.CONFIG, recorder.METRICS, recorder.CHECKPOINT):
+    for name in (folder.CONFIG, folder.METRICS, folder.CHECKPOINT):
         (tmp_path / name).write_bytes((run_dir / name).read_bytes())
-    summary = runner.run(CONFIG, options(tmp_path, resume=True))
-    assert summary["personal"] == recorder_summary(run_dir)["personal"]
+    summary = experiment.run(CONFIG, options(tmp_path, resume=True))
+    assert summary["personal"] == summary_of(run_dir)["personal"]
     assert len(rows_of(tmp_path)) == 4
 
 
@@ -244,10 +246,10 @@ def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
         seeds=1,
         finetune_epochs=0,
     )
-    runner.run_all([(config, options(tmp_path, checkpoint_every=5))])
+    experiment.run_all([(config, options(tmp_path, checkpoint_every=5))])
     output = capsys.readouterr().out
     assert "validation accuracy" in output and "validation data" in output
-    summary = recorder_summary(tmp_path)
+    summary = summary_of(tmp_path)
     assert summary["evaluated_on"] == "validation"
     assert "best_on_validation_global_accuracy" in summary
     assert summary["global_std_over_seeds"] is None
@@ -256,7 +258,7 @@ def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
     assert [row["round"] for row in rows] == ["2", "3"]
     assert all(row["split"] == "validation" for row in rows)
     assert all(row["personal_accuracy"] for row in rows)
-    assert (tmp_path / recorder.CHECKPOINT).exists()
+    assert (tmp_path / folder.CHECKPOINT).exists()
 
 
 def diverges(task):
@@ -273,7 +275,7 @@ def diverges(task):
 def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
     """Client 1 returns NaN, client 2 is empty, and at last the server breaks."""
     config = change(fraction=1.0, seeds=1, clients=4, rounds=2, finetune_epochs=0)
-    loaded = build.load_data(config)
+    loaded = load_data(config)
     train = loaded.federated.train
     x, size = train.x.astype(np.float32), train.size.copy()
     x[1, 0], size[2] = np.nan, 0
@@ -285,7 +287,7 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
         ),
     )
     loaded = loaded._replace(federated=federated)
-    summary = runner.run(config, options(tmp_path), diverges, loaded=loaded)
+    summary = experiment.run(config, options(tmp_path), diverges, loaded=loaded)
     assert summary["problems"] == {
         "empty": {"2": 2},
         "failed": {"1": 2},
@@ -295,7 +297,7 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
     }
     assert not summary["per_seed"][0]["finite"]
     assert summary["per_seed"][0]["failed"] and summary["failed"]
-    assert recorder_summary(tmp_path)["global"]["nll"] is None
+    assert summary_of(tmp_path)["global"]["nll"] is None
     assert summary["clients_with_data"] == 3
     output = capsys.readouterr().out
     assert "without training data, skipped: client 2" in output
@@ -307,11 +309,11 @@ def test_a_run_whose_rounds_are_all_lost_has_failed(tmp_path, compiled, capsys):
     """The server stays finite: it stays as it was."""
     config = change(seeds=1, rounds=1, learning_rate=1e38, finetune_epochs=0)
     runs = [(config, options(tmp_path))]
-    [summary] = runner.run_all(runs)
+    [summary] = experiment.run_all(runs)
     assert summary["problems"]["lost_rounds"] == {"7": 1}
     assert summary["per_seed"][0]["finite"] and summary["failed"]
     assert "\nfedavg (failed) " in capsys.readouterr().out
-    assert (tmp_path / recorder.RELIABILITY).exists()
+    assert (tmp_path / folder.RELIABILITY).exists()
 
 
 @pytest.mark.parametrize(
@@ -324,44 +326,44 @@ def test_a_run_whose_rounds_are_all_lost_has_failed(tmp_path, compiled, capsys):
 def test_every_algorithm_is_built_before_the_first_one_trains(tmp_path, second):
     runs = [(CONFIG, options(tmp_path / "1")), (second, options(tmp_path / "2"))]
     with pytest.raises(ValueError, match="fedbabu|mu=-1"):
-        runner.run_all(runs)
+        experiment.run_all(runs)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_resume_without_a_checkpoint_says_so(tmp_path, compiled, capsys):
     config = change(seeds=1, rounds=1, finetune_epochs=0)
-    runner.run(config, options(tmp_path / "new", resume=True))
+    experiment.run(config, options(tmp_path / "new", resume=True))
     assert "new holds no checkpoint: starting with the" in capsys.readouterr().out
 
 
 def test_an_unusable_run_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="run_dir=.*file is a file"):
-        runner.run(CONFIG, options(tmp_path / "file"))
+        experiment.run(CONFIG, options(tmp_path / "file"))
     for run_dir in (tmp_path / "file" / "below", tmp_path / ("long" * 100)):
         with pytest.raises(ValueError, match="run_dir=.* cannot be made"):
-            runner.run(CONFIG, options(run_dir))
+            experiment.run(CONFIG, options(run_dir))
     with pytest.raises(ValueError, match="run_dir=.* cannot be made"):
-        runner.run(CONFIG, options(tmp_path / "file", overwrite=True))
+        experiment.run(CONFIG, options(tmp_path / "file", overwrite=True))
 
 
 def test_several_algorithms_end_in_one_table(run_dir, tmp_path, capsys):
     """Both are finished, the second by forging: nothing is trained here."""
     config = change(algorithm="local_only")
-    summary = recorder_summary(run_dir) | {
+    summary = summary_of(run_dir) | {
         "algorithm": "local_only",
         "method": "local_only",
-        "config": build.resolve(config).to_dict(),
+        "config": setup.resolve(config).to_dict(),
     }
-    (tmp_path / recorder.SUMMARY).write_text(json.dumps(summary))
+    (tmp_path / folder.SUMMARY).write_text(json.dumps(summary))
     runs = [
         (CONFIG, options(run_dir, resume=True)),
         (config, options(tmp_path, resume=True)),
     ]
-    assert runner.run_all(runs) == [recorder_summary(run_dir), summary]
+    assert experiment.run_all(runs) == [summary_of(run_dir), summary]
     output = capsys.readouterr().out
     table = output[output.index("method ") :].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["fedavg", "local_only"]
     assert table[-2:] == [f"  {run_dir}", f"  {tmp_path}"]
     with pytest.raises(ValueError, match="algorithm='fedfoo'"):
-        runner.run_all([*runs, (change(algorithm="fedfoo"), options(tmp_path))])
+        experiment.run_all([*runs, (change(algorithm="fedfoo"), options(tmp_path))])

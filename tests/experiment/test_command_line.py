@@ -1,20 +1,23 @@
+import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from absl import flags as absl_flags
 
 from fedvi import algorithms
-from fedvi.experiment import build, flags
+from fedvi.experiment import command_line, setup
 from fedvi.experiment.config import ExperimentConfig
+from fedvi.options import Options, option
 
 FLAGFILES = Path(__file__).parents[2] / "examples" / "flagfiles"
 
 
 def read(*arguments):
     values = absl_flags.FlagValues()
-    flags.define(values)
-    flags.parse(["program", *map(str, arguments)], values)
-    return flags.read(values)
+    command_line.define(values)
+    command_line.parse(["program", *map(str, arguments)], values)
+    return command_line.read(values)
 
 
 def test_without_flags_the_configuration_is_the_default():
@@ -87,37 +90,47 @@ def test_an_algorithm_may_come_with_its_selection():
 
 def test_every_algorithm_option_is_a_flag():
     values = absl_flags.FlagValues()
-    flags.define(values)
+    command_line.define(values)
     for name in algorithms.ALGORITHMS:
-        for option, parameter in algorithms.options_of(name).items():
-            assert f"{name} ({parameter.default})" in values[option].help
+        for field in dataclasses.fields(algorithms.options_of(name)):
+            assert f"{name} ({field.default}" in values[field.name].help
 
 
-def test_the_help_of_an_option_says_what_it_means(monkeypatch):
-    def mine(task, *, strength: float = 2.0, other: int = 1, silent: int = 0):
-        """Builds nothing.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Options):
+    strength: float = option(2.0, "Pull. A second sentence.", source="Eq. 3", above=0)
+    other: int = option(1, "Another.")
+    mode: Literal["a", "b"] = option("a", "How.")
 
-        Args:
-          task: the task.
-          strength: pull (Eq. 3,
-            §6: 2). A second sentence.
-          other: another.
 
-        Raises:
-          ValueError: never.
-        """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yours(Options):
+    other: int = option(5, "Not the same.")
+    mode: Literal["b", "c"] = option("b", "How.")
 
-    def yours(task, *, other: int = 5):
-        """Nothing to see."""
 
-    monkeypatch.setitem(algorithms.ALGORITHMS, "mine", mine)
-    monkeypatch.setitem(algorithms.ALGORITHMS, "yours", yours)
+@pytest.fixture
+def own(monkeypatch):
+    """Registers algorithms of a user's own."""
+
+    def register(**classes):
+        for name, options in classes.items():
+            make = algorithms.builder(options)(lambda task, options: None)
+            monkeypatch.setitem(algorithms.ALGORITHMS, name, make)
+
+    return register
+
+
+def test_the_help_of_an_option_says_what_it_means_and_whence_it_is(own):
+    own(mine=Mine, yours=Yours)
     values = absl_flags.FlagValues()
-    flags.define(values)
-    assert values["strength"].help == "Option of mine (2.0): pull (Eq. 3, §6: 2)."
-    assert values["other"].help == "Option of mine (1): another. Option of yours (5)."
-    assert values["silent"].help == "Option of mine (0)."
-    assert values["p_drop"].help.endswith("column is dropped (§6: 0.001).")
+    command_line.define(values)
+    assert values["strength"].help == "Option of mine (2.0; Eq. 3): Pull."
+    assert values["other"].help == (
+        "Option of mine (1): Another. Option of yours (5): Not the same."
+    )
+    assert values["mode"].help == "Option of mine (a), yours (b): How."
+    assert values["mode"].parser.enum_values == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -150,22 +163,22 @@ def test_a_mistake_is_a_flag_error_that_names_it(arguments, message):
         read(*arguments)
 
 
-def test_a_users_own_option_becomes_a_flag(monkeypatch):
-    def mine(task, *, strength: float = 2.0):
-        """Builds nothing."""
-
-    monkeypatch.setitem(algorithms.ALGORITHMS, "mine", mine)
+def test_a_users_own_option_becomes_a_flag(own):
+    own(mine=Mine)
     [(config, _)] = read("--algorithm=mine", "--strength=3")
     assert config.options == {"strength": 3.0}
+    with pytest.raises(ValueError, match="strength=-1.0 must be above 0"):
+        setup.resolve(dataclasses.replace(config, options={"strength": -1.0}))
 
 
-def test_options_of_one_name_must_agree(monkeypatch):
-    def mine(task, *, mu: bool = True):
-        """Builds nothing."""
+def test_options_of_one_name_must_agree(own):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Other(Options):
+        mu: bool = option(True, "Whether.")
 
-    monkeypatch.setitem(algorithms.ALGORITHMS, "mine", mine)
+    own(mine=Other)
     with pytest.raises(ValueError, match="option mu is annotated differently"):
-        flags.define(absl_flags.FlagValues())
+        command_line.define(absl_flags.FlagValues())
 
 
 def test_the_flag_file_names_the_run(tmp_path):
@@ -188,7 +201,7 @@ def test_every_flag_file_is_valid(file):
     for config, options in runs:
         config.validate()
         options.validate()
-        build.check_algorithm(config)
+        setup.resolve(config)
     header = file.read_text(encoding="utf-8")
     assert "\n# ours: " in header
     if file.parent.name == "fedhb":

@@ -1,11 +1,15 @@
-"""Signs of life through a store in memory."""
+"""Lost processes: signs of life through a store in memory, and what is told."""
 
+import json
 import threading
 import time
 
 import pytest
 
-from fedvi.experiment.watchdog import Watchdog
+from fedvi.experiment import checkpoint, cluster
+from fedvi.experiment.cluster import Watchdog
+from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.processes import HostOptions
 
 TIMEOUT = 0.4  # seconds; a sign of life comes every tenth of it
 
@@ -74,3 +78,45 @@ def test_without_the_store_process_0_is_lost(watch):
     assert heard.wait(5)
     time.sleep(TIMEOUT)
     assert lost == {1: [0], 2: [0]}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A finished run, and one that was interrupted."""
+    folders = [tmp_path / "done", tmp_path / "stopped"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "summary.json").write_text(json.dumps({}))
+    return [
+        (ExperimentConfig(rounds=9), RunOptions(run_dir=str(folder)))
+        for folder in folders
+    ]
+
+
+def test_a_loss_is_told_with_the_place_to_go_on(runs, tmp_path):
+    stopped = tmp_path / "stopped"
+    line = cluster.lost_line([1], 2, runs)
+    assert line == (
+        f"process 1 of 2 was lost; {stopped} holds no checkpoint: start all 2 again"
+    )
+    path = stopped / "checkpoint.npz"
+    checkpoint.save(path, {"a": 1.0}, {"fingerprint": "x", "round": 4})
+    line = cluster.lost_line([1, 3], 4, runs)
+    assert line == (
+        f"processes 1, 3 of 4 were lost; {path} holds round 4 of 9: start all 4 again "
+        "with --resume"
+    )
+    path.write_bytes(b"half")
+    assert "cannot read checkpoint" in cluster.lost_line([], 4, runs)
+    assert cluster.lost_line([], 4, runs[:1]) == (
+        "one of the other 3 processes was lost"
+    )
+
+
+def test_a_mistake_is_no_loss():
+    alone = cluster.Cluster(HostOptions())
+    alone.check(ValueError("Gloo all-reduce failed"))  # there is nobody to lose
+    alone.done()
+    with pytest.raises(SystemExit) as left:
+        alone.leave(5, "two\nlines")
+    assert left.value.code == 5

@@ -1,0 +1,175 @@
+"""What a finished run says: its figures, the table, the bytes."""
+
+import numpy as np
+import pytest
+
+from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.report import (
+    _mean_bytes_up,
+    over_seeds,
+    seed_figures,
+    table,
+    table_rows,
+    table_title,
+)
+from fedvi.experiment.rows import RoundBytes
+
+
+def row(round, accuracy, personal=None, **more):
+    return {
+        "round": round,
+        "global_accuracy": accuracy,
+        "global_nll": accuracy / 10,
+        "personal_accuracy": personal,
+        "personal_nll": None if personal is None else personal / 10,
+        **more,
+    }
+
+
+def test_the_last_row_and_the_mean_of_the_last_rounds():
+    config = ExperimentConfig(rounds=9, eval_every=5, final_rounds=3)
+    rows = [row(5, 90.0), row(7, 40.0, 50.0), row(8, 50.0, 70.0), row(9, 60.0, 60.0)]
+    figures = seed_figures(config, rows)
+    assert figures["global"] == {"accuracy": 60.0, "nll": 6.0}
+    assert figures["personal"] == {"accuracy": 60.0, "nll": 6.0}
+    assert figures["mean_of_last_rounds"] == {
+        "global": {"accuracy": 50.0, "nll": pytest.approx(5.0)},
+        "personal": {"accuracy": 60.0, "nll": pytest.approx(6.0)},
+        "novel": None,
+    }
+    assert figures["novel"] is None and figures["adjusted_rand"] is None
+    assert figures["best_on_test_global_accuracy"] == 90.0
+    plain = seed_figures(ExperimentConfig(rounds=9), rows)
+    assert plain["mean_of_last_rounds"] is plain["window"] is None
+
+
+def test_the_window_holds_the_evaluations_of_its_rounds():
+    rows = [row(4, 90.0), row(6, 40.0, 50.0), row(8, 50.0), row(9, 66.0, 60.0)]
+    window = seed_figures(ExperimentConfig(rounds=9, window=4), rows)["window"]
+    assert window == {
+        "global": {"accuracy": 52.0, "nll": pytest.approx(5.2)},
+        "accuracy_std_between_rounds": pytest.approx(np.std([40.0, 50.0, 66.0])),
+    }
+    last = seed_figures(ExperimentConfig(rounds=9, window=1), rows)["window"]
+    assert last["global"]["accuracy"] == 66.0
+    assert last["accuracy_std_between_rounds"] == 0.0
+
+
+def test_the_best_of_the_last_hundred_rounds_is_named_after_its_split():
+    config = ExperimentConfig(rounds=300, validation_fraction=0.5)
+    rows = [row(200, 90.0, 95.0), row(201, 70.0, 60.0), row(300, 60.0, 65.0)]
+    figures = seed_figures(config, rows)
+    assert figures["best_on_validation_global_accuracy"] == 90.0
+    assert figures["best_of_last_100_on_validation"] == {
+        "global_accuracy": 70.0,
+        "personal_accuracy": 65.0,
+    }
+
+
+def test_novel_clients_and_clusters_are_kept_apart():
+    more = {"novel_global_accuracy": 20.0, "novel_personal_accuracy": 30.0}
+    config = ExperimentConfig(rounds=1, final_rounds=1)
+    figures = seed_figures(config, [row(1, 60.0, 70.0, adjusted_rand=0.5, **more)])
+    novel = {"global": {"accuracy": 20.0}, "personal": {"accuracy": 30.0}}
+    assert figures["novel"] == figures["mean_of_last_rounds"]["novel"] == novel
+    assert figures["global"] == {"accuracy": 60.0, "nll": 6.0}
+    assert figures["adjusted_rand"] == 0.5
+
+
+def test_figures_are_reduced_one_by_one():
+    figures = [{"a": {"b": value, "c": None}, "d": 2 * value} for value in (1, 4)]
+    assert over_seeds(figures, np.mean) == {"a": {"b": 2.5, "c": None}, "d": 5.0}
+
+
+def test_withheld_values_are_not_counted():
+    per_round = RoundBytes(up=1000, up_as_sums=900, down=500, withheld=10)
+    assert per_round.sent_up({}) == 1000
+    assert per_round.sent_up({"withheld": 25.0}) == 750
+    assert per_round.sent_up({"withheld": float("nan")}) == 1000  # nobody took part
+    # Rounds 1 and 2 with 30 withheld, 3 to 6 with 60; another seed with none.
+    rows = [
+        {"seed": 0, "round": 2, "withheld": 30.0},
+        {"seed": 1, "round": 2, "withheld": 0.0},
+        {"seed": 0, "round": 6, "withheld": 60.0},
+        {"seed": 1, "round": 6, "withheld": 0.0},
+    ]
+    assert _mean_bytes_up(per_round, rows) == 1000 - (2 * 300 + 4 * 600) / 12
+    assert _mean_bytes_up(per_round, [{"seed": 0, "round": 9}]) == 1000
+
+
+def test_the_table_has_a_row_per_seed():
+    figures = {"accuracy": 80.0, "ece": 0.1, "nll": 0.5}
+    one = {"global": figures, "personal": figures | {"accuracy": 90.0}}
+    summary = {"method": "a", "failed": False, "round_seconds": 0.2}
+    summary["per_seed"] = [one, one]
+    rows = table_rows(summary)
+    assert [row["round_seconds"] for row in rows] == [0.2, None]
+    assert rows[0] == {
+        "method": "a",
+        "global_accuracy": 80.0,
+        "personal_accuracy": 90.0,
+        "ece": 0.1,
+        "nll": 0.5,
+        "round_seconds": 0.2,
+    }
+    failed = table_rows(summary | {"failed": True})
+    assert [row["method"] for row in failed] == ["a (failed)"] * 2
+    last = {"rounds": 3, **{model: one[model] | {"accuracy": 1.0} for model in one}}
+    averaged = table_rows(summary | {"per_seed": [one | {"mean_of_last_rounds": last}]})
+    assert averaged[0]["global_accuracy"] == averaged[0]["personal_accuracy"] == 1.0
+    assert averaged[0]["ece"] == 0.1
+    window = {"global": figures | {"nll": 0.25}, "accuracy_std_between_rounds": 2.0}
+    windowed = table_rows(summary | {"per_seed": [one | {"window": window}]})
+    assert windowed[0]["nll"] == 0.25 and windowed[0]["personal_accuracy"] is None
+    assert windowed[0]["accuracy_std_between_rounds"] == 2.0
+
+
+def test_the_title_says_what_the_table_shows():
+    summary = {"rounds": 9, "evaluated_on": "test", "mean_of_last_rounds": None}
+    assert table_title(summary) == "after 9 rounds, test data, mean over clients"
+    summary |= {"mean_of_last_rounds": {"rounds": 4}, "novel_clients": [2]}
+    assert table_title(summary) == (
+        "mean of the last 4 of 9 rounds, test data, mean over the clients that took "
+        "part in training"
+    )
+    summary = {"rounds": 9, "evaluated_on": "test", "window": {"rounds": 4}}
+    assert table_title(summary) == (
+        "mean of the evaluations in the last 4 of 9 rounds, test data, mean over "
+        "clients"
+    )
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_table_is_aligned_with_mean_and_std_over_seeds():
+    rows = [
+        {"method": "FedAvg", "global_accuracy": 80.0, "nll": 0.51234, "ece": 0.034},
+        {"method": "FedAvg", "global_accuracy": 83.0, "nll": 0.6, "ece": None},
+        {"method": "FedHB NIW", "personal_accuracy": 93.456, "round_seconds": 0.1},
+    ]
+    lines = table(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1 and len(lines) == 4
+    names = "method|global accuracy|personalised accuracy|global ECE %|global NLL"
+    assert cells(lines[0]) == [*names.split("|"), "s/round"]
+    accuracy = f"81.50 ± {np.std([80.0, 83.0], ddof=1):.2f}"
+    nll = f"0.556 ± {np.std([0.51234, 0.6], ddof=1):.3f}"
+    assert cells(lines[2]) == ["FedAvg", accuracy, "-", "3.40", nll, "-"]
+    assert cells(lines[3]) == ["FedHB NIW", "-", "93.46", "-", "-", "0.100"]
+
+
+def test_table_shows_the_std_between_rounds_where_there_is_one():
+    rows = [
+        {"method": "a", "global_accuracy": 80.0, "accuracy_std_between_rounds": 1.25},
+        {"method": "b", "global_accuracy": 70.0},
+    ]
+    lines = table(rows).splitlines()
+    assert cells(lines[0])[:3] == ["method", "global accuracy", "std between rounds"]
+    assert cells(lines[2])[:3] == ["a", "80.00", "1.25"]
+    assert cells(lines[3])[:3] == ["b", "70.00", "-"]
+
+
+def test_table_survives_a_diverged_seed():
+    text = table([{"method": "m", "nll": value} for value in (0.5, np.inf)])
+    assert "inf ± nan" in text
