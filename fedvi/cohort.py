@@ -167,4 +167,6 @@ def _run_chunks(fn, operands, items, valid, *, chunks, chunk):
     )
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     total, outputs = jax.lax.scan(body, start, (items, valid))
-    return total, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
+    return total, jax.tree.map(
+        lambda a: a.reshape(chunks * chunk, *a.shape[2:]), outputs
+    )

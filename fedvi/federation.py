@@ -522,7 +522,8 @@ class Federation(BaseFederation):
             return state, (metrics, evaluate(state, train, test))
 
         state, (metrics, scores) = jax.lax.scan(block, state, length=evaluations)
-        metrics = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), metrics)
+        rounds = evaluations * eval_every
+        metrics = jax.tree.map(lambda a: a.reshape(rounds, *a.shape[2:]), metrics)
         return state, metrics, scores
 
     def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:

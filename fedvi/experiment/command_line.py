@@ -102,32 +102,22 @@ def _use_cache(folder: str) -> None:
 
 
 class _NumberParser(flags.ArgumentParser):
-    """An int or a float; absl's own parsers leave the message to Python."""
+    """An int or a float, or several separated by commas; absl's own parsers leave the
+    message to Python."""
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: type, several: bool = False):
         super().__init__()
-        self._kind = kind
+        self._kind, self._several = kind, several
         self.syntactic_help = "an integer" if kind is int else "a number"
+        if several:
+            numbers = "integers" if kind is int else "numbers"
+            self.syntactic_help = f"{numbers} separated by commas"
 
-    def parse(self, argument) -> int | float:
+    def parse(self, argument) -> Any:
         try:
-            return self._kind(argument)
-        except ValueError:
-            raise ValueError(f"value should be {self.syntactic_help}") from None
-
-
-class _NumbersParser(flags.ArgumentParser):
-    """Numbers separated by commas."""
-
-    def __init__(self, kind: type):
-        super().__init__()
-        self._kind = kind
-        number = "integers" if kind is int else "numbers"
-        self.syntactic_help = f"{number} separated by commas"
-
-    def parse(self, argument) -> tuple:
-        parts = argument.split(",") if isinstance(argument, str) else argument
-        try:
+            if not self._several:
+                return self._kind(argument)
+            parts = argument.split(",") if isinstance(argument, str) else argument
             return tuple(self._kind(part) for part in parts if part != "")
         except ValueError:
             raise ValueError(f"value should be {self.syntactic_help}") from None
@@ -292,7 +282,7 @@ def _define_one(
     if choices is not None:
         flags.DEFINE_enum(name, default, list(choices), help, flag_values=flag_values)
     elif kinds == (tuple,):
-        parser = _NumbersParser(typing.get_args(hint)[0])
+        parser = _NumberParser(typing.get_args(hint)[0], several=True)
         serializer = flags.CsvListSerializer(",")
         flags.DEFINE(parser, name, default, help, flag_values, serializer)
     elif kinds == (bool,):

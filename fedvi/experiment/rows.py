@@ -26,6 +26,7 @@ __all__ = [
 MODELS = ("global", "personal")
 _WEIGHT = 4  # bytes of a client's weight; no codec touches it
 _SHOWN = 10  # ids or rounds named in one line
+_PROBLEMS = ("empty", "failed", "lost_rounds", "invalid", "equal_chances")
 
 
 class RoundBytes(NamedTuple):
@@ -202,12 +203,11 @@ class Problems:
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None):
-        saved = saved or {}
-        self._empty = _restored(saved, "empty")
-        self._failed = _restored(saved, "failed")
-        self._lost = _restored(saved, "lost_rounds")
-        self._invalid = _restored(saved, "invalid")
-        self._equal = _restored(saved, "equal_chances")
+        # JSON has turned the ids into strings.
+        self._counts = {
+            name: Counter({int(k): v for k, v in (saved or {}).get(name, {}).items()})
+            for name in _PROBLEMS
+        }
 
     def add(self, first_round: int, seeds: Sequence[int], metrics: RoundMetrics):
         """Counts a block of rounds.
@@ -222,10 +222,10 @@ class Problems:
         """
         lines = []
         empty = _count(metrics.client_ids, metrics.empty)
-        new = sorted(set(empty) - set(self._empty))
+        new = sorted(set(empty) - set(self._counts["empty"]))
         if new:
             lines.append(f"without training data, skipped: {_several('client', new)}")
-        self._empty += empty
+        self._counts["empty"] += empty
         for index, seed in enumerate(seeds):
             failed = _count(metrics.client_ids[index], metrics.failed[index])
             if failed:
@@ -234,7 +234,7 @@ class Problems:
                     f"WARNING: seed {seed}, rounds {first_round} to {last}: left out "
                     f"{_several('client', sorted(failed))}: NaN or infinity returned"
                 )
-            self._failed += failed
+            self._counts["failed"] += failed
             lost = (metrics.empty[index] | metrics.failed[index]).all(-1)
             if lost.any():
                 rounds = (np.flatnonzero(lost) + first_round).tolist()
@@ -242,7 +242,7 @@ class Problems:
                     f"WARNING: seed {seed}: no participant's upload counted in "
                     f"{_several('round', rounds)}; the server stayed as it was"
                 )
-                self._lost[seed] += int(lost.sum())
+                self._counts["lost_rounds"][seed] += int(lost.sum())
             if metrics.choice:
                 lines += self._add_choice(first_round, seed, metrics.choice, index)
         return lines
@@ -259,7 +259,7 @@ class Problems:
                 f"{_several('client', sorted(invalid))}: report or score not finite: "
                 "not selectable"
             )
-        self._invalid += invalid
+        self._counts["invalid"] += invalid
         equal = choice.uniform[index]
         if equal.any():
             rounds = (np.flatnonzero(equal) + first_round).tolist()
@@ -267,7 +267,7 @@ class Problems:
                 f"seed {seed}: no score was positive in {_several('round', rounds)}: "
                 "all clients had the same chance"
             )
-            self._equal[seed] += int(equal.sum())
+            self._counts["equal_chances"][seed] += int(equal.sum())
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -275,22 +275,10 @@ class Problems:
         that were `empty` or `failed` and rounds in which it was `invalid` for the
         selection; by seed, `lost_rounds` and those of `equal_chances`.
         """
-        counters = {
-            "empty": self._empty,
-            "failed": self._failed,
-            "lost_rounds": self._lost,
-            "invalid": self._invalid,
-            "equal_chances": self._equal,
-        }
         return {
-            name: {str(k): counter[k] for k in sorted(counter)}
-            for name, counter in counters.items()
+            name: {str(k): counts[k] for k in sorted(counts)}
+            for name, counts in self._counts.items()
         }
-
-
-def _restored(saved: Mapping[str, Any], name: str) -> Counter:
-    # JSON has turned the ids into strings.
-    return Counter({int(k): v for k, v in saved.get(name, {}).items()})
 
 
 def _count(client_ids: np.ndarray, where: np.ndarray) -> Counter:

@@ -437,107 +437,83 @@ class Session:
     def finish(self, plan_line: str) -> dict[str, Any]:
         """What is measured once, plots, `summary.json`; all processes get what that
         holds."""
-        ending = _measure(
-            self.experiment, self.states, self.federation, self.options.stream
-        )
-        return processes.on_first(lambda: self._finish(ending, plan_line))
+        config, compiled = self.config, self.federation.compile_seconds
+        curve, uncertainty, out = None, None, None
+        if config.finetune_curve:
+            curve, seconds = self._finetune_curve()
+            compiled += seconds
+        if self.experiment.ood is not None:
+            ood, stream = self.experiment.ood, self.options.stream
+            uncertainty = jax.device_get(
+                self.federation.uncertainty_personal(
+                    self.states,
+                    self.federation.test,
+                    data.ClientArrays(ood) if stream else ood,
+                )
+            )
+            out = _out_of_distribution(self.experiment, *uncertainty)
 
-    def _finish(self, ending: "Ending", plan_line: str) -> dict[str, Any]:
-        evaluations = CsvFile(self.run_dir / folder.METRICS).rows()
-        result = report.summary(
-            self.experiment,
-            rows=evaluations,
-            problems=self.problems.to_dict(),
-            finite=self.finite,
-            clusters=self.clusters,
-            ending=ending.figures,
-            compile_seconds=self.federation.compile_seconds + ending.compile_seconds,
-            plan=plan_line,
-            devices=list(self.federation.mesh.devices.flat),
-            per_round=self.per_round,
-        )
-        drawn = plots.draw(
-            self.run_dir,
-            self.experiment,
-            rows=evaluations,
-            scores=self.scores,
-            uncertainty=ending.uncertainty,
-            summary=result,
-        )
-        if not drawn:
-            print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
-        folder.write_json(self.run_dir / folder.SUMMARY, result)
-        return result
+        def write():
+            evaluations = CsvFile(self.run_dir / folder.METRICS).rows()
+            result = report.summary(
+                self.experiment,
+                rows=evaluations,
+                problems=self.problems.to_dict(),
+                finite=self.finite,
+                clusters=self.clusters,
+                ending={"finetune_curve": curve, "ood": out},
+                compile_seconds=compiled,
+                plan=plan_line,
+                devices=list(self.federation.mesh.devices.flat),
+                per_round=self.per_round,
+            )
+            if not plots.draw(
+                self.run_dir,
+                self.experiment,
+                rows=evaluations,
+                scores=self.scores,
+                uncertainty=uncertainty,
+                summary=result,
+            ):
+                print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
+            folder.write_json(self.run_dir / folder.SUMMARY, result)
+            return result
 
+        return processes.on_first(write)
 
-# After the last round: what is measured once, on the personalised models.
-
-
-class Ending(NamedTuple):
-    """What was measured.
-
-    Attributes:
-      figures: for `summary.json`: `finetune_curve` and `ood`, None where not asked.
-      uncertainty: on the test data and on the out-of-distribution inputs, numpy,
-        leaves `[seeds, clients, capacity]`; None where not asked.
-      compile_seconds: spent on programs of its own.
-    """
-
-    figures: dict[str, Any]
-    uncertainty: tuple[Uncertainty, Uncertainty] | None
-    compile_seconds: float
-
-
-def _measure(
-    experiment: Experiment, states: State, federation: BaseFederation, stream: bool
-) -> Ending:
-    """Measures what the configuration asks for; prints a line on each."""
-    curve, uncertainty, out, seconds = None, None, None, 0.0
-    if experiment.config.finetune_curve:
-        curve, seconds = _finetune_curve(experiment, states, federation)
-    if experiment.ood is not None:
-        ood = data.ClientArrays(experiment.ood) if stream else experiment.ood
-        uncertainty = jax.device_get(
-            federation.uncertainty_personal(states, federation.test, ood)
-        )
-        out = _out_of_distribution(experiment, *uncertainty)
-    return Ending({"finetune_curve": curve, "ood": out}, uncertainty, seconds)
-
-
-def _finetune_curve(
-    experiment: Experiment, states: State, federation: BaseFederation
-) -> tuple[dict[str, Any], float]:
-    """Accuracy (per cent) of training and novel clients for each number of epochs;
-    seconds of compilation."""
-    config = experiment.config
-    groups = {"training_clients": experiment.trained}
-    if len(experiment.novel):
-        groups["novel_clients"] = experiment.novel
-    curves = [{name: [] for name in groups} for _ in range(config.seeds)]
-    seconds = 0.0
-    for epochs in config.finetune_curve:
-        other = federation
-        if epochs != config.finetune_epochs:  # else compiled already
-            other = federation.variant(algorithm=experiment.finetuned(epochs))
-        scores = jax.device_get(other.evaluate_personal(states))
-        seconds += 0.0 if other is federation else other.compile_seconds
-        for index, curve in enumerate(curves):
-            for name, ids in groups.items():
-                own = take(take(scores, index), ids)
-                curve[name].append(summarise(own)["accuracy"])
-    means = {
-        name: np.mean([curve[name] for curve in curves], axis=0).tolist()
-        for name in groups
-    }
-    for name, values in means.items():
-        shown = ", ".join(
-            f"{epochs}: {value:.2f} %"
-            for epochs, value in zip(config.finetune_curve, values)
-        )
-        print(f"fine-tuning epochs and accuracy of {name.replace('_', ' ')}: {shown}")
-    per_seed = _with_seeds(config.seed, curves)
-    epochs = list(config.finetune_curve)
-    return {"epochs": epochs, **means, "per_seed": per_seed}, seconds
+    def _finetune_curve(self) -> tuple[dict[str, Any], float]:
+        """Accuracy (per cent) of training and novel clients for each number of epochs;
+        seconds of compilation."""
+        experiment, config = self.experiment, self.config
+        groups = {"training_clients": experiment.trained}
+        if len(experiment.novel):
+            groups["novel_clients"] = experiment.novel
+        curves = [{name: [] for name in groups} for _ in self.seeds]
+        seconds = 0.0
+        for epochs in config.finetune_curve:
+            other = self.federation
+            if epochs != config.finetune_epochs:  # else compiled already
+                other = other.variant(algorithm=experiment.finetuned(epochs))
+            scores = jax.device_get(other.evaluate_personal(self.states))
+            seconds += 0.0 if other is self.federation else other.compile_seconds
+            for index, curve in enumerate(curves):
+                for name, ids in groups.items():
+                    own = take(take(scores, index), ids)
+                    curve[name].append(summarise(own)["accuracy"])
+        means = {
+            name: np.mean([curve[name] for curve in curves], axis=0).tolist()
+            for name in groups
+        }
+        for name, values in means.items():
+            shown = ", ".join(
+                f"{epochs}: {value:.2f} %"
+                for epochs, value in zip(config.finetune_curve, values)
+            )
+            who = name.replace("_", " ")
+            print(f"fine-tuning epochs and accuracy of {who}: {shown}")
+        per_seed = _with_seeds(config.seed, curves)
+        epochs = list(config.finetune_curve)
+        return {"epochs": epochs, **means, "per_seed": per_seed}, seconds
 
 
 def _out_of_distribution(

@@ -129,7 +129,7 @@ def test_the_help_of_an_option_says_what_it_means_and_whence_it_is(own):
     assert values["other"].help == (
         "Option of mine (1): Another. Option of yours (5): Not the same."
     )
-    assert values["mode"].help == "Option of mine (a), yours (b): How."
+    assert values["mode"].help == "<a|b|c>: Option of mine (a), yours (b): How."
     assert values["mode"].parser.enum_values == ["a", "b", "c"]
 
 

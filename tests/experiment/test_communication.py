@@ -1,5 +1,7 @@
 """The bytes of a round, by hand for every kind of upload."""
 
+import dataclasses
+
 import pytest
 
 from fedvi import contract
@@ -56,7 +58,32 @@ def test_bytes_are_those_of_what_is_sent(algorithm, options, up, down):
         augment=False,
     )
     found = bytes_of(config)
-    assert found == (3 * (up + 4), 3 * down, 3 * 4)
+    assert (found.up, found.down) == (3 * (up + 4), 3 * down)
+    assert found.withheld == 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sums"),
+    [
+        ("fedavg", MODEL),
+        ("fedbabu", BODY),
+        ("fedhb_niw", 2 * BODY),  # δ and δ²
+        ("local_only", 0),
+        ("centralised", None),  # its server needs every upload
+    ],
+)
+def test_if_only_sums_left_the_clients_the_summands_would_go_up(algorithm, sums):
+    config = ExperimentConfig(
+        algorithm=algorithm,
+        dataset="digits",
+        partition="iid",
+        clients=6,
+        fraction=0.5,
+        model="mlp",
+        hidden=(5,),
+        augment=False,
+    )
+    assert bytes_of(config).up_as_sums == (None if sums is None else 3 * (sums + 4))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +103,7 @@ def test_bytes_of_a_choice_by_importance_are_those_of_all_candidates(selection, 
         hidden=(5,),
         augment=False,
     )
-    up, down, _ = bytes_of(config)
+    up, _, down, _ = bytes_of(config)
     assert up == 3 * MODEL + 4 + 5 * report
     assert down == 5 * 3 * MODEL
 
@@ -98,5 +125,8 @@ def test_a_codec_cuts_the_bytes_up_alone(codec, part, scales):
         augment=False,
     )
     found = bytes_of(config)
+    plain = bytes_of(dataclasses.replace(config, codec="identity"))
     up = 2 * (MODEL // part + LEAVES * scales)
-    assert found == (3 * (up + 4), 3 * 2 * MODEL, 3 * 4 // part)
+    assert (found.up, found.down) == (3 * (up + 4), 3 * 2 * MODEL)
+    assert found.withheld == 3 * 4 // part
+    assert found.up_as_sums == plain.up_as_sums == 3 * (2 * MODEL + 4)

@@ -11,14 +11,14 @@ from fedvi.experiment import folder, report, setup
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 
 CONFIG = ExperimentConfig(
-    algorithm="dsvgd",
-    options={"particles": 2},
+    algorithm="fedavg",
     dataset="digits",
     partition="iid",
     clients=5,
     model="logistic",
     augment=False,
     rounds=3,
+    fraction=0.4,
 )
 FILES = {report.PLOT, report.TABLE}
 
@@ -31,7 +31,7 @@ def options(run_dir, **more):
 def runs(tmp_path):
     """Two finished runs in one folder."""
     runs = []
-    for number, selection in enumerate(("uniform", "hip")):
+    for number, selection in enumerate(("uniform", "round_robin")):
         config = setup.resolve(dataclasses.replace(CONFIG, selection=selection))
         run_dir = tmp_path / config.method.replace(":", "_")
         run_dir.mkdir()
@@ -65,15 +65,15 @@ def names_in(where):
 def test_runs_of_one_folder_leave_their_plot_and_table(runs, tmp_path, capsys):
     for _ in range(2):  # the second time they are replaced
         experiment.run_all(runs)
-        assert names_in(tmp_path) == {"dsvgd", "dsvgd_hip"} | FILES
+        assert names_in(tmp_path) == {"fedavg", "fedavg_round_robin"} | FILES
     assert (tmp_path / report.PLOT).read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / report.TABLE).read_text()
     assert text in capsys.readouterr().out
     lines = text.splitlines()
     assert lines[0] == "after 3 rounds, test data, mean over clients:"
     assert [line.split()[:2] for line in lines[3:]] == [
-        ["dsvgd", "50.00"],
-        ["dsvgd:hip", "51.00"],
+        ["fedavg", "50.00"],
+        ["fedavg:round_robin", "51.00"],
     ]
 
 
@@ -86,12 +86,14 @@ def test_the_curves_come_from_each_runs_rows(runs, tmp_path, monkeypatch):
     )
     summaries = experiment.run_all(runs)
     assert [(row["method"], row["round"]) for row in drawn[0]] == [
-        (method, round) for method in ("dsvgd", "dsvgd:hip") for round in (1, 2, 3)
+        (method, round)
+        for method in ("fedavg", "fedavg:round_robin")
+        for round in (1, 2, 3)
     ]
     assert drawn[0][-1]["global_accuracy"] == 51.0
-    same = [summary | {"method": "dsvgd"} for summary in summaries]
+    same = [summary | {"method": "fedavg"} for summary in summaries]
     report.write_comparison(tmp_path, [one for _, one in runs], same, "text")
-    assert [row["method"] for row in drawn[1][::3]] == ["dsvgd", "dsvgd_hip"]
+    assert [row["method"] for row in drawn[1][::3]] == ["fedavg", "fedavg_round_robin"]
 
 
 def test_one_run_or_runs_of_several_folders_are_not_compared(tmp_path):
@@ -124,7 +126,7 @@ def test_overwrite_removes_it_before_the_runs_start(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["fedvi.experiment.run"], "_carry_out", stop)
-    configs = [CONFIG, dataclasses.replace(CONFIG, selection="ksd")]
+    configs = [CONFIG, dataclasses.replace(CONFIG, selection="round_robin")]
     new = [options(tmp_path / name, overwrite=True) for name in "ab"]
     with pytest.raises(ValueError, match="selection='kds'"):
         broken = dataclasses.replace(CONFIG, selection="kds")
@@ -136,11 +138,11 @@ def test_overwrite_removes_it_before_the_runs_start(tmp_path, monkeypatch):
 
 
 def test_a_comparison_that_cannot_be_written_stops_nothing(runs, tmp_path, capsys):
-    (tmp_path / "dsvgd" / folder.METRICS).unlink()
+    (tmp_path / "fedavg" / folder.METRICS).unlink()
     experiment.run_all(runs)
     assert FILES < names_in(tmp_path)
-    (tmp_path / "dsvgd" / folder.METRICS).write_text("not,ours\n1,2\n")
+    (tmp_path / "fedavg" / folder.METRICS).write_text("not,ours\n1,2\n")
     summaries = experiment.run_all(runs)
     assert len(summaries) == 2
     assert "no comparison in" in capsys.readouterr().out
-    assert json.loads((tmp_path / "dsvgd" / folder.SUMMARY).read_text())
+    assert json.loads((tmp_path / "fedavg" / folder.SUMMARY).read_text())

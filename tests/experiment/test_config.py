@@ -39,7 +39,7 @@ def test_the_fingerprint_follows_every_field():
         ({"fraction": 1.5}, "fraction=1.5 must be"),
         ({"fraction": float("nan")}, "fraction=nan must be"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),
-        ({"rounds": "many"}, "rounds='many' must be a number at least 1"),
+        ({"rounds": "many"}, "rounds='many' must be a whole number at least 1"),
         ({"clients": 0}, "clients=0 must be at least 1"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be above 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),

@@ -334,7 +334,9 @@ def test_round_robin_goes_by_id_or_by_the_most_frequent_class(train, order, turn
 
 
 def test_shuffled_turns_depend_on_the_seed_of_the_partition(train):
-    config = change(selection="round_robin", selection_order="shuffled")
+    config = change(
+        selection="round_robin", selection_order="shuffled", fraction=0.15, clients=7
+    )
 
     def turns(config):
         return np.ravel(turns_of(setup._selection(config, MINE, train, TRAINED), 6))
