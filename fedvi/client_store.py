@@ -188,7 +188,7 @@ class ClientStore:
         # Only what is written takes room on the disk.
         with open(path, "ab") as file:
             file.truncate(int(np.prod(shape)) * array.dtype.itemsize)
-        return np.memmap(path, array.dtype, "r+", shape=shape)
+        return _mapped(path, array.dtype, shape)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"leaf_{number:03d}.bin"
@@ -238,12 +238,17 @@ class ClientStore:
                     f"client states {file} has {length:,} bytes, not {wanted:,}: it is "
                     "damaged; delete the folder and start again"
                 )
-            if wanted:
-                self._arrays[number] = np.memmap(file, array.dtype, "r+", shape=shape)
+            self._arrays[number] = _mapped(file, array.dtype, shape)
         self._index, self.note = index, header["note"]
         used = np.zeros(header["slots"], bool)
         used[index[index >= 0]] = True
         self._free = np.flatnonzero(~used)[::-1].astype(np.int32)
+
+
+def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    if 0 in shape:  # a model without a body
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r+", shape=shape)
 
 
 def _is_key(leaf: Any) -> bool:
