@@ -66,6 +66,15 @@ class RoundMetrics(NamedTuple):
     choice: Choice | tuple[()] = ()
 
 
+EVALUATIONS: dict[str, Callable] = {
+    "evaluate": visit.score_global,
+    "evaluate_personal": visit.score_personal,
+    "uncertainty_personal": visit.uncertainty,
+    "clusters": visit.cluster,
+}
+"""What each evaluation does with one client."""
+
+
 class BaseFederation:
     """What federations of clients in memory and on disk share: checks, compiled
     programs and the calls that do not depend on where clients are.
@@ -176,6 +185,47 @@ class BaseFederation:
         lead = state.key.ndim
         return state, jax.tree.map(lambda leaf: leaf.squeeze(lead), metrics)
 
+    def evaluate(self, state: State) -> Scores:
+        """Scores `[clients, ...]` of the global model on every client's test data.
+
+        Where the algorithm has an `assign`, of the client's own global model.
+        """
+        return self._evaluate("evaluate", state, self._tested())
+
+    def evaluate_personal(self, state: State) -> Scores:
+        """Scores `[clients, ...]` of each client's personalised model on its test data.
+
+        Every client, a participant so far or not, adapts to its training data first.
+        """
+        return self._evaluate("evaluate_personal", state, self._tested())
+
+    def uncertainty_personal(
+        self, state: State, *data_sets: Any
+    ) -> tuple[Uncertainty, ...]:
+        """Entropy and mutual information, example by example, of the personal models.
+
+        Args:
+          state: as for `evaluate_personal`, whose models and draws these are.
+          data_sets: of the same clients, given as the training data are: for instance
+            the test data and out-of-distribution inputs.
+
+        Returns:
+          One `Uncertainty` with leaves `[clients, capacity]` for each.
+        """
+        return self._evaluate("uncertainty_personal", state, *data_sets)
+
+    def clusters(self, state: State) -> jax.Array:
+        """`[clients]` int32, the cluster of every client by `Algorithm.assign`.
+
+        Raises:
+          ValueError: the algorithm has none.
+        """
+        if self.algorithm.assign is None:
+            raise ValueError(
+                f"algorithm={self.algorithm.name} knows no clusters: it has no assign"
+            )
+        return self._evaluate("clusters", state)
+
     def finite(self, state: State) -> jax.Array:
         """Whether the server's state is finite: [] bool, of several runs `[runs]`."""
         several = state.key.ndim > 0
@@ -252,12 +302,6 @@ class BaseFederation:
         if rounds % eval_every:
             raise ValueError(
                 f"rounds={rounds} must be a multiple of eval_every={eval_every}"
-            )
-
-    def _check_assign(self) -> None:
-        if self.algorithm.assign is None:
-            raise ValueError(
-                f"algorithm={self.algorithm.name} knows no clusters: it has no assign"
             )
 
     # A round's ends.
@@ -417,44 +461,12 @@ class Federation(BaseFederation):
             personal=personal,
         )
 
-    def evaluate(self, state: State) -> Scores:
-        """Scores `[clients, ...]` of the global model on every client's test data.
+    def _tested(self) -> Any:
+        return self.test
 
-        Where the algorithm has an `assign`, of the client's own global model.
-        """
-        return self._program("evaluate", state, self.train, self.test)
-
-    def evaluate_personal(self, state: State) -> Scores:
-        """Scores `[clients, ...]` of each client's personalised model on its test data.
-
-        Every client, a participant so far or not, adapts to its training data first.
-        """
-        return self._program("evaluate_personal", state, self.train, self.test)
-
-    def uncertainty_personal(
-        self, state: State, *data_sets: ClientData
-    ) -> tuple[Uncertainty, ...]:
-        """Entropy and mutual information, example by example, of the personal models.
-
-        Args:
-          state: as for `evaluate_personal`, whose models and draws these are.
-          data_sets: `ClientData` of the same clients, leaves `[clients, ...]`, for
-            instance the test data and out-of-distribution inputs.
-
-        Returns:
-          One `Uncertainty` with leaves `[clients, capacity]` for each.
-        """
+    def _evaluate(self, name: str, state: State, *data_sets: ClientData) -> Any:
         data_sets = self._on_devices(data_sets)
-        return self._program("uncertainty_personal", state, self.train, *data_sets)
-
-    def clusters(self, state: State) -> jax.Array:
-        """`[clients]` int32, the cluster of every client by `Algorithm.assign`.
-
-        Raises:
-          ValueError: the algorithm has none.
-        """
-        self._check_assign()
-        return self._program("clusters", state, self.train)
+        return self._program(name, state, self.train, *data_sets)
 
     def _personal_model(self, state: State, client: int):
         client = self._on_devices(jnp.int32(client))
@@ -528,21 +540,21 @@ class Federation(BaseFederation):
 
     def pure_evaluate(self, state: State, train: ClientData, test) -> Scores:
         """`evaluate` without `jit`; with `Algorithm.assign` it needs the train data."""
-        return self._each_client(visit.score_global, state, train, test)
+        return self._each_client("evaluate", state, train, test)
 
     def pure_evaluate_personal(self, state: State, train: ClientData, test) -> Scores:
         """`evaluate_personal` without `jit`."""
-        return self._each_client(visit.score_personal, state, train, test)
+        return self._each_client("evaluate_personal", state, train, test)
 
     def pure_uncertainty_personal(
         self, state: State, train: ClientData, *data_sets: ClientData
     ) -> tuple[Uncertainty, ...]:
         """`uncertainty_personal` without `jit`."""
-        return self._each_client(visit.uncertainty, state, train, *data_sets)
+        return self._each_client("uncertainty_personal", state, train, *data_sets)
 
     def pure_clusters(self, state: State, train: ClientData) -> jax.Array:
         """`clusters` without `jit`."""
-        return self._each_client(visit.cluster, state, train)
+        return self._each_client("clusters", state, train)
 
     def pure_personal_model(self, state: State, train: ClientData, client):
         """What `client` predicts with, by `Algorithm.personalise`."""
@@ -652,8 +664,9 @@ class Federation(BaseFederation):
         everyone = jnp.zeros(self.clients, scores.dtype).at[ids].set(scores)
         return everyone, train.size > 0
 
-    def _each_client(self, one: Callable, state: State, *data_sets: ClientData):
-        """`[clients, ...]` of a function of an evaluation in `fedvi.visit`."""
+    def _each_client(self, name: str, state: State, *data_sets: ClientData):
+        """`[clients, ...]` of an evaluation."""
+        one = EVALUATIONS[name]
         call = Call(state.key, state.round, state.server)
 
         def score(call, visited):

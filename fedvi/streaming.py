@@ -17,14 +17,22 @@ from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.cohort import AXIS, MODEL_AXIS
 from fedvi.data.client_files import ClientSource
-from fedvi.evaluation import Scores, Uncertainty
-from fedvi.federation import BaseFederation, RoundMetrics, State, take
+from fedvi.evaluation import Scores
+from fedvi.federation import (
+    EVALUATIONS,
+    BaseFederation,
+    RoundMetrics,
+    State,
+    take,
+)
 from fedvi.keys import Purpose, derive
 from fedvi.placement import replicated
 from fedvi.selection import Selection
 from fedvi.visit import Call, Visit
 
 __all__ = ["StreamedFederation"]
+
+_VISITS = EVALUATIONS | {"personal_model": visit.personal_model}
 
 
 class StreamedFederation(BaseFederation):
@@ -185,22 +193,11 @@ class StreamedFederation(BaseFederation):
 
     def evaluate(self, state: State, ids: np.ndarray | None = None) -> Scores:
         """`Federation.evaluate` of some clients (default: all), `[len(ids), ...]`."""
-        return self._evaluate(visit.score_global, state, ids, self._tested())
+        return self._evaluate("evaluate", state, self._tested(), ids=ids)
 
     def evaluate_personal(self, state: State, ids: np.ndarray | None = None) -> Scores:
         """`Federation.evaluate_personal` of some clients (default: all)."""
-        return self._evaluate(visit.score_personal, state, ids, self._tested())
-
-    def uncertainty_personal(
-        self, state: State, *data_sets: ClientSource
-    ) -> tuple[Uncertainty, ...]:
-        """As `Federation.uncertainty_personal`, of sources of the same clients."""
-        return self._evaluate(visit.uncertainty, state, None, *data_sets)
-
-    def clusters(self, state: State) -> np.ndarray:
-        """As `Federation.clusters`."""
-        self._check_assign()
-        return self._evaluate(visit.cluster, state, None)
+        return self._evaluate("evaluate_personal", state, self._tested(), ids=ids)
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes the clients' states permanent, as those that belong to `state`.
@@ -357,11 +354,17 @@ class StreamedFederation(BaseFederation):
             raise ValueError("test=None: give the clients' test data to evaluate")
         return self.test
 
-    def _evaluate(self, one, state: State, ids: np.ndarray | None, *sources) -> Any:
+    def _evaluate(
+        self,
+        name: str,
+        state: State,
+        *sources: ClientSource,
+        ids: np.ndarray | None = None,
+    ) -> Any:
         ids = np.arange(self.clients) if ids is None else np.asarray(ids)
         if not ids.size or ids.min() < 0 or ids.max() >= self.clients:
             raise ValueError(f"ids must be ids of clients, 0 to {self.clients - 1}")
-        jitted = self._jit(one, partial(self._score_block, one))
+        jitted = self._jit(name, partial(self._score_block, _VISITS[name]))
 
         def run(kept: _Kept, state: State):
             kept.check(state)
@@ -369,7 +372,7 @@ class StreamedFederation(BaseFederation):
             for block_ids, _, train, *others in self._blocks(ids, self.train, *sources):
                 clients, known = kept.store.read(block_ids)
                 visits = self._put((block_ids, clients, known, train, *others))
-                scores = self._call(one, jitted, state, first, *visits)
+                scores = self._call(name, jitted, state, first, *visits)
                 parts.append(jax.device_get(scores))
             return jax.tree.map(lambda leaf: leaf[: len(ids)], _join(parts))
 
@@ -385,7 +388,7 @@ class StreamedFederation(BaseFederation):
         return self._over_clients(score, (call, first), visits)[1]
 
     def _personal_model(self, state: State, client: int):
-        models = self._evaluate(visit.personal_model, state, np.array([client]))
+        models = self._evaluate("personal_model", state, ids=np.array([client]))
         return take(models, 0)
 
     # Between programs and files.
