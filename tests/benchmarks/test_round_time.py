@@ -68,6 +68,7 @@ def test_times_rounds_and_reports_memory(tmp_path, tiny):
     assert out.with_suffix(".md").read_text() in process.stdout
 
 
+@pytest.mark.long
 def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
     out = tmp_path / "tiny"
     process = run(
@@ -88,6 +89,7 @@ def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
     assert fedvi["personal_nll"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -112,6 +114,7 @@ def test_mistakes_are_one_line(arguments, message):
     assert message in process.stdout + process.stderr
 
 
+@pytest.mark.long
 def test_native_convolutions_take_turns_on_random_images(tmp_path):
     out = tmp_path / "tiny"
     process = run(
