@@ -9,8 +9,8 @@ from pathlib import Path
 # several.
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if version("jaxlib").startswith("0.10."):
-    # Another code generator of XLA's, the default until 0.6: a third less time to
-    # compile, which is what the suite's time is. Newer releases do not know the flag.
+    # XLA's older code generator takes a third less time to compile, which is what the
+    # suite's time is. jaxlib 0.12 ends at the flag.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
