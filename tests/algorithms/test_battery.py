@@ -55,7 +55,8 @@ def without_key(state):
 
 @pytest.fixture(scope="module", params=sorted(ALGORITHMS))
 def name(request):
-    return request.param
+    yield request.param
+    jax.clear_caches()  # of no use to the next method
 
 
 @pytest.fixture(scope="module")
