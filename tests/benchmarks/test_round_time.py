@@ -53,7 +53,7 @@ def test_times_rounds_and_reports_memory(tmp_path, tiny):
     found = json.loads(out.with_suffix(".json").read_text())
     fedvi = found["systems"]["fedvi"]
     assert len(fedvi["turns"]["seconds"]) == 32
-    assert 0 < fedvi["seconds_min"] <= fedvi["seconds_median"] < 1
+    assert 0 < fedvi["seconds_min"] <= fedvi["seconds_median"]
     assert fedvi["first_call_seconds"] > fedvi["seconds_median"]
     assert fedvi["train_loss_last_tenth"] < fedvi["train_loss_first_round"]
     assert 0 < fedvi["above_before_data_bytes"] < fedvi["peak_bytes"]
