@@ -1,8 +1,10 @@
 """The registered algorithms, by the name that a flag or a table gives them."""
 
+from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
     ALGORITHMS,
@@ -17,11 +19,13 @@ __all__ = [
     "build",
     "builder",
     "centralised",
+    "dsvgd",
     "fedavg",
     "fedbabu",
     "fedprox",
     "local_only",
     "options_of",
+    "parallel_dsvgd",
     "register",
 ]
 
@@ -29,6 +33,8 @@ for _builder in (
     fedavg,
     fedprox,
     fedbabu,
+    dsvgd,
+    parallel_dsvgd,
     local_only,
     centralised,
 ):

@@ -38,9 +38,9 @@ MEAN_FIELD = {
 # The Stein methods hold a posterior of all weights: their prior must be one that the
 # network learns under, and KDE's width of the order of the particles' distances. A
 # visit of DSVGD is one client, which would drag the global particles to its own data
-# with a longer loop.
-RMSPROP = LocalTraining(1, 20, learning_rate=0.03, optimizer="rmsprop", steps=10)
+# with longer steps. Plain SGD: others divide by small gradients, rounding and all.
 STEIN = {"particles": 6, "precision": 1.0, "initial": "network", "kde_bandwidth": 2.0}
+STEIN_RATES = {"dsvgd": 0.02, "parallel_dsvgd": 0.3}
 # Part of their global model is what nobody trains: everything, or the head.
 WITHOUT_GLOBAL_MODEL = ("local_only", "bpfed")
 
@@ -65,10 +65,11 @@ def federation(name, task, train, test):
     if name in MEAN_FIELD:
         options = MEAN_FIELD[name]
         task = task._replace(training=ADAM, finetuning=ADAM)
-    if name.endswith("dsvgd"):
+    if name in STEIN_RATES:
         # Particles that start at a network's weights hold no prior.
         options = STEIN | ({"first_t": "prior"} if name == "dsvgd" else {})
-        task = task._replace(training=RMSPROP, finetuning=RMSPROP)
+        sgd = LocalTraining(1, 20, STEIN_RATES[name], momentum=0.0, steps=10)
+        task = task._replace(training=sgd, finetuning=sgd)
     algorithm = build(name, task, **options)
     cohort = {None: 5, "all": 7}.get(algorithm.cohort, algorithm.cohort)
     return Federation(algorithm, train, test, selection=uniform(7, cohort))
