@@ -2,6 +2,8 @@
 
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedhb_mixture import fedhb_mixture
+from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
@@ -19,6 +21,8 @@ __all__ = [
     "centralised",
     "fedavg",
     "fedbabu",
+    "fedhb_mixture",
+    "fedhb_niw",
     "fedprox",
     "local_only",
     "options_of",
@@ -29,6 +33,8 @@ for _builder in (
     fedavg,
     fedprox,
     fedbabu,
+    fedhb_niw,
+    fedhb_mixture,
     local_only,
     centralised,
 ):
