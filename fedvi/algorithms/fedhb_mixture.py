@@ -21,6 +21,7 @@ from fedvi.algorithms.common import (
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mixture
 from fedvi.distributions.tree import Tree, with_head
+from fedvi.flat import trees
 from fedvi.local import fold_minibatches, minimise
 from fedvi.options import Options, option
 
@@ -220,9 +221,13 @@ def train(task: Task, training, options: FedHBMixture, key, round, server, start
       start: the parameters to train, the "body" and, in Eq. 84, the "head" too.
     """
 
+    near = server._replace(prototypes=trees(server.prototypes))
+
     def loss(key, params, batch):
-        fit = classification_loss(task.model, {"head": server.head, **params}, batch)
-        return fit + penalty(options, server, params["body"], data.size)
+        # Layers: two vectors' gradients would be two more copies of the weights.
+        params = {"head": server.head, **trees(params)}
+        fit = classification_loss(task.model, params, batch)
+        return fit + penalty(options, near, params["body"], data.size)
 
     return minimise(key, round, start, data, training, loss)
 

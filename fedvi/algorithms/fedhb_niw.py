@@ -157,7 +157,7 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
         return jax.lax.map(lambda p: log_probabilities(task.model, p, x, mask), draws)
 
     def personalise(key, server, client, data):
-        centre, weights = penalty(hyper, options, server, data)
+        _, weights = penalty(hyper, options, server, data)
         return train(
             task, task.finetuning, options, key, 0, server, mode(server), weights, data
         )[0]
@@ -218,7 +218,8 @@ def train(
     centre, weights = trees((server.posterior.mean, weights))
 
     def loss(key, params, batch):
-        params = {"head": server.head, **params}
+        # Layers: two vectors' gradients would be two more copies of the weights.
+        params = {"head": server.head, **trees(params)}
         value = spiky_loss(task.model, options, key, params, batch)
         return (
             value if joint else value + quadratic_pull(params["body"], centre, weights)

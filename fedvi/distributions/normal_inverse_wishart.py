@@ -9,7 +9,6 @@ covariance for all weights, the paper's. d = 1: an independent normal-inverse-ga
 each weight, which is the paper's model applied to every weight alone.
 """
 
-import math
 from typing import NamedTuple
 
 import chex
@@ -19,14 +18,12 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from fedvi import checks
-from fedvi.distributions.student_t import IndependentStudentT, MultivariateStudentT
+from fedvi.distributions.student_t import StudentT
 
 __all__ = [
     "NIW",
     "NIWHyper",
     "distribution",
-    "log_prob",
-    "mode",
     "penalty_precision",
     "posterior",
 ]
@@ -165,69 +162,15 @@ def penalty_precision(
     return jax.tree.map(lambda v, p: p * strength / (v * samples), scale, keep)
 
 
-def mode(hyper: NIWHyper, niw: NIW) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-    """The paper's φ* = (m_0, V_0 / (n_0 + d + 1)) (Eq. 34).
-
-    This covariance is the mode of the inverse-Wishart alone. The joint density has
-    its mode at V_0 / (n_0 + d + 2), since N(μ; m_0, Σ/l_0) adds |Σ|^(-1/2). The
-    paper's is kept, as its penalty (Eq. 17) is built on it; they differ by 1/n_0.
-
-    Returns:
-      Mean and the diagonal of the covariance, pytrees like `niw.mean`.
-    """
-    count = hyper.n0 + hyper.dimension + 1
-    return niw.mean, jax.tree.map(lambda v: v / count, niw.scale)
-
-
 def distribution(hyper: NIWHyper, niw: NIW) -> distrax.Distribution:
     """The posterior over weights, θ ~ N(μ, Σ) with (μ, Σ) ~ NIW integrated out.
 
-    Over the vector of all weights, a Student-t (Eq. 19 and 42): the multivariate one,
-    or with d = 1 one for each weight. Degrees of freedom n_0 - d + 1 = |D| + 3, location
-    m_0, scale sqrt((l_0 + 1) V_0 / (l_0 (n_0 - d + 1))).
+    Over the vector of all weights, a Student-t (Eq. 19 and 42) with n_0 - d + 1 =
+    |D| + 3 degrees of freedom, location m_0 and scale
+    sqrt((l_0 + 1) V_0 / (l_0 (n_0 - d + 1))): the multivariate one, or with d = 1 one
+    for each weight.
     """
     df = hyper.n0 - hyper.dimension + 1
     factor = (hyper.l0 + 1) / (hyper.l0 * df)
     loc, v0 = ravel_pytree(niw.mean)[0], ravel_pytree(niw.scale)[0]
-    family = IndependentStudentT if hyper.dimension == 1 else MultivariateStudentT
-    return family(df, loc, jnp.sqrt(factor * v0))
-
-
-def log_prob(
-    niw: NIW,
-    mu: chex.ArrayTree,
-    covariance: chex.ArrayTree,
-    *,
-    l0: float,
-    n0: float,
-    dimension: int,
-) -> jax.Array:
-    """Log density of NIW(m_0, V_0, l_0, n_0) at (μ, Σ), Σ diagonal (Eq. 31 and 50).
-
-    Args:
-      niw: m_0 and V_0; the prior of the paper is zeros and ones.
-      mu: μ, structure of `niw.mean`.
-      covariance: diagonal of Σ, same structure, positive.
-      l0: l_0 of the posterior, λ_0 of the prior.
-      n0: n_0 of the posterior, ν_0 of the prior; above dimension - 1.
-      dimension: d: the number of parameters, one density of a whole Σ; or 1, the
-        product of a density for each weight.
-
-    Raises:
-      ValueError: another dimension.
-    """
-    size = sum(leaf.size for leaf in jax.tree.leaves(mu))
-    if dimension not in (1, size):
-        raise ValueError(f"dimension={dimension} must be 1 or the {size} parameters")
-    # log Γ_d(n_0/2) + (n_0 d / 2) log 2, in float64 as all of it is static.
-    normaliser = dimension * (dimension - 1) / 4 * math.log(math.pi)
-    normaliser += sum(math.lgamma((n0 - j) / 2) for j in range(dimension))
-    normaliser += n0 * dimension / 2 * math.log(2)
-
-    def leaf(m0, v, m, s):
-        wishart = n0 * jnp.log(v) - (n0 + dimension + 1) * jnp.log(s) - v / s
-        normal = -jnp.log(2 * jnp.pi * s / l0) - l0 * jnp.square(m - m0) / s
-        return jnp.sum(wishart + normal) / 2
-
-    terms = jax.tree.map(leaf, niw.mean, niw.scale, mu, covariance)
-    return sum(jax.tree.leaves(terms)) - size // dimension * normaliser
+    return StudentT(df, loc, jnp.sqrt(factor * v0), joint=hyper.dimension > 1)
