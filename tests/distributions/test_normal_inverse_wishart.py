@@ -139,9 +139,7 @@ def test_scatter_never_falls_below_zero():
 def test_posterior_rejects_bad_hyper_parameters(hyper, epsilon, named):
     x = jnp.ones(2)
     with pytest.raises(ValueError, match=named):
-        niw.posterior(
-            hyper, x, x, centre=x, prior_mean=x, keep=1.0, epsilon=epsilon
-        )
+        niw.posterior(hyper, x, x, centre=x, prior_mean=x, keep=1.0, epsilon=epsilon)
 
 
 @pytest.mark.parametrize("dimension", [1, 3_206_976])
