@@ -5,8 +5,6 @@ Columns are those of the layers: parameters come as `fedvi.flat.Flat`, or as a t
 layers, never as a bare vector.
 """
 
-import math
-
 import chex
 import distrax
 import jax
@@ -155,23 +153,22 @@ class Spiky(distrax.Distribution):
         """`(d,)`."""
         return (sum(leaf.size for leaf in jax.tree.leaves(self.layers)),)
 
-    @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Always ()."""
-        return ()
-
 
 def _drop_columns(key, layers, p):
     # One draw for all columns: a draw a leaf compiles four times slower.
     leaves, treedef = jax.tree.flatten(layers)
-    shapes = [_mask_shape(leaf.shape) for leaf in leaves]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    axes = [_unit_axis(leaf.shape) for leaf in leaves]
+    units = [0 if i is None else x.shape[i] for x, i in zip(leaves, axes)]
+    ends = np.cumsum(units)
     kept = jnp.split(jax.random.bernoulli(key, p, (ends[-1],)), ends[:-1])
-    masked = [
-        leaf * mask.reshape(shape).astype(leaf.dtype) if mask.size else leaf
-        for leaf, mask, shape in zip(leaves, kept, shapes, strict=True)
-    ]
-    return treedef.unflatten(masked)
+
+    def masked(leaf, mask, axis):
+        if axis is None:
+            return leaf
+        others = [i for i in range(leaf.ndim) if i != axis]
+        return leaf * jnp.expand_dims(mask, others).astype(leaf.dtype)
+
+    return treedef.unflatten(list(map(masked, leaves, kept, axes)))
 
 
 def _unit_axis(shape: tuple[int, ...]) -> int | None:
@@ -179,14 +176,6 @@ def _unit_axis(shape: tuple[int, ...]) -> int | None:
     if len(shape) < 2:
         return None
     return len(shape) - (2 if shape[-2] > 1 else 1)
-
-
-def _mask_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Ones but for the axis of the units that are dropped; empty for a vector."""
-    axis = _unit_axis(shape)
-    if axis is None:
-        return (0,)
-    return tuple(n if i == axis else 1 for i, n in enumerate(shape))
 
 
 def _check(params, p, epsilon=0.0):

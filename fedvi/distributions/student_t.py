@@ -98,8 +98,3 @@ class StudentT(distrax.Distribution):
     def event_shape(self) -> tuple[int, ...]:
         """`(d,)`."""
         return self.loc.shape
-
-    @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Always ()."""
-        return ()

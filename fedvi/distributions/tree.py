@@ -69,11 +69,6 @@ class Tree(distrax.Distribution):
         """Tree of the shapes of one sample's leaves."""
         return self.layout.treedef.unflatten(self.layout.shapes)
 
-    @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Always (): weights of several networks are several distributions."""
-        return ()
-
 
 @tfp.distributions.RegisterKL(Tree, Tree)
 def _kl(p: Tree, q: Tree, *_, **__):
@@ -125,11 +120,6 @@ class Blocks(distrax.Distribution):
     def event_shape(self) -> tuple[int, ...]:
         """`(d,)`."""
         return (int(self._ends[-1]),)
-
-    @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Always ()."""
-        return ()
 
 
 @tfp.distributions.RegisterKL(Blocks, Blocks)

@@ -32,6 +32,7 @@ def test_samples_are_trees_with_leading_axes_and_keep_the_head(posterior):
     assert len(np.unique(draw["body"]["kernel"])) == draw["body"]["kernel"].size
     one = posterior.sample(seed=KEY)
     assert jax.tree.map(jnp.shape, one) == posterior.event_shape
+    assert posterior.batch_shape == () == posterior.base.batch_shape
 
 
 def test_log_prob_is_the_bases_of_trees_flats_and_many_samples(posterior):
