@@ -3,6 +3,8 @@
 from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedhb_mixture import fedhb_mixture
+from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.references import centralised, local_only
@@ -22,6 +24,8 @@ __all__ = [
     "dsvgd",
     "fedavg",
     "fedbabu",
+    "fedhb_mixture",
+    "fedhb_niw",
     "fedprox",
     "local_only",
     "options_of",
@@ -35,6 +39,8 @@ for _builder in (
     fedbabu,
     dsvgd,
     parallel_dsvgd,
+    fedhb_niw,
+    fedhb_mixture,
     local_only,
     centralised,
 ):
