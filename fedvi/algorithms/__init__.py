@@ -1,8 +1,12 @@
 """The registered algorithms, by the name that a flag or a table gives them."""
 
+from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedhb_mixture import fedhb_mixture
+from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
     ALGORITHMS,
@@ -17,11 +21,15 @@ __all__ = [
     "build",
     "builder",
     "centralised",
+    "dsvgd",
     "fedavg",
     "fedbabu",
+    "fedhb_mixture",
+    "fedhb_niw",
     "fedprox",
     "local_only",
     "options_of",
+    "parallel_dsvgd",
     "register",
 ]
 
@@ -29,6 +37,10 @@ for _builder in (
     fedavg,
     fedprox,
     fedbabu,
+    dsvgd,
+    parallel_dsvgd,
+    fedhb_niw,
+    fedhb_mixture,
     local_only,
     centralised,
 ):
