@@ -14,7 +14,7 @@ from fedvi import experiment
 from fedvi.algorithms import fedavg
 from fedvi.experiment import checkpoint, folder, load_data, setup
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.federation import Federation, State
+from fedvi.federation import Federation, take
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -153,14 +153,16 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
     assert 0.5 < found["auroc_entropy"] <= 1
     assert found["entropy_out"] > found["entropy_in"]
     built = setup.experiment(change(ood_data_file=ood_file), noisy)
-    federation = Federation(built.algorithm, built.data.train, built.data.test)
-    shapes = jax.eval_shape(federation.pure_init, jax.random.key(8))
-    with np.load(straight / folder.CHECKPOINT) as arrays:
-        server = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: arrays[f"state.server{jax.tree_util.keystr(path)}"][1],
-            shapes.server,
-        )
-    state = State(server, (), jnp.int32(5), jax.random.key(8))
+    federation = Federation(
+        built.algorithm,
+        built.data.train,
+        built.data.test,
+        selection=built.selection,
+    )
+    path = straight / folder.CHECKPOINT
+    print_ = checkpoint.read_metadata(path)["fingerprint"]
+    states, _ = checkpoint.restore(path, federation.shapes(2), fingerprint=print_)
+    state = take(states, 1)
     pair = federation.uncertainty_personal(state, built.data.test, built.ood)
     for name in ("entropy", "mutual_information"):
         values = [
