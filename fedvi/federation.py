@@ -229,8 +229,11 @@ class BaseFederation:
     def finite(self, state: State) -> jax.Array:
         """Whether the server's state is finite: [] bool, of several runs `[runs]`."""
         several = state.key.ndim > 0
-        function = jax.vmap(visit.all_finite) if several else visit.all_finite
-        jitted = self._jit(("finite", several), function)
+        jitted = self._jit(
+            ("finite", several),
+            jax.vmap(visit.all_finite) if several else visit.all_finite,
+            out_shardings=None if self.mesh is None else replicated(self.mesh),
+        )
         return self._call(("finite", several), jitted, state.server)
 
     def posterior(self, state: State, client: int | None = None):

@@ -1,6 +1,7 @@
 """A streamed federation computes what one in memory does, whatever the blocks."""
 
 import chex
+import distrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from fedvi import Federation, StreamedFederation, codecs, data
 from fedvi.algorithm import Algorithm, ClientOutput, Importance
 from fedvi.algorithms import local_only
 from fedvi.cohort import clients_mesh
+from fedvi.federation import take
 from fedvi.selection import proportional, round_robin, uniform
 
 
@@ -143,6 +145,41 @@ def test_a_real_method_agrees_too(train, test, task):
         jax.tree.map(lambda a: a[known], expected),
         rtol=1e-4,
         atol=1e-5,
+    )
+
+
+def test_the_other_calls_agree_too(train, test):
+    """Of two runs: clusters, uncertainty, whole runs; of one of them: posteriors."""
+    algorithm = counting()._replace(
+        assign=lambda key, server, client, data: (data.size % 3, server),
+        personal_posterior=lambda server, personal: distrax.Normal(
+            server + personal["visits"], 1.0
+        ),
+    )
+    options = {"selection": uniform(7, 5)}
+    sources = data.ClientArrays(train), data.ClientArrays(test)
+    memory = Federation(algorithm, train, test, **options)
+    stream = StreamedFederation(algorithm, *sources, block_size=3, **options)
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    state, metrics, scores = stream.run(stream.init(keys), 4, 2, personal=True)
+    expected, seen, wanted = memory.run(memory.init(keys), 4, 2, personal=True)
+    chex.assert_trees_all_close(state.server, expected.server, rtol=1e-5)
+    chex.assert_trees_all_close(metrics, seen, rtol=1e-5)
+    chex.assert_trees_all_close(scores, wanted, rtol=1e-4)
+    np.testing.assert_array_equal(stream.clusters(state), memory.clusters(expected))
+    chex.assert_trees_all_close(
+        stream.uncertainty_personal(state, sources[1]),
+        memory.uncertainty_personal(expected, test),
+        rtol=1e-3,
+        atol=1e-6,
+    )
+    assert stream.finite(state).tolist() == [True, True]
+    one, _ = stream.rounds(stream.init(keys[1]), 4)
+    np.testing.assert_allclose(one.server, state.server[1], rtol=1e-5)
+    np.testing.assert_allclose(
+        stream.posterior(one, 2).mean(),
+        memory.posterior(take(expected, 1), 2).mean(),
+        rtol=1e-5,
     )
 
 

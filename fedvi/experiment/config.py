@@ -275,11 +275,6 @@ class ExperimentConfig:
         return f"{self.algorithm}:{self.selection}"
 
     @property
-    def participants(self) -> int:
-        """⌊N·f⌋, clients in a round, unless the algorithm says how many."""
-        return participants(self.clients, self.fraction, self.novel_clients)
-
-    @property
     def evaluated_on(self) -> str:
         """The split that every figure comes from: `validation` or `test`."""
         return "validation" if self.validation_fraction else "test"

@@ -107,7 +107,7 @@ def test_participants_are_the_floor_in_spite_of_rounding():
 
 def test_participants_are_a_part_of_the_clients_that_train():
     assert participants(100, 0.1, novel=80) == 2
-    assert ExperimentConfig(novel_clients=35).participants == 6
+    assert participants(100, 0.1, novel=35) == 6
 
 
 def test_the_learning_rate_decays_after_half_and_three_quarters():
