@@ -69,6 +69,8 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 
     Over several processes each must hold the same values: that is not checked.
     """
+    if getattr(leaf, "sharding", None) == sharding:
+        return leaf
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if not getattr(leaf, "is_fully_addressable", True):

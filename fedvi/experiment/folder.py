@@ -77,14 +77,10 @@ def prepare(
       True if there is a run to continue, False if a new one starts.
 
     Raises:
-      ValueError: both flags are given, `run_dir` is a file, or it holds a run,
-        finished or not, and neither flag is given.
+      ValueError: `run_dir` is a file, or it holds a run, finished or not, and neither
+        flag is given.
     """
     run_dir = Path(run_dir)
-    if overwrite and resume:
-        raise ValueError(
-            f"run_dir={run_dir}: --overwrite and --resume exclude each other; give one"
-        )
     if not os.path.exists(run_dir):  # Path.exists may raise: permissions, long names
         return False
     if not run_dir.is_dir():

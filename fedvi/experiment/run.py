@@ -42,7 +42,7 @@ from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.report import over_seeds
 from fedvi.experiment.setup import Experiment, identity
 from fedvi.federation import BaseFederation, State, take
-from fedvi.placement import on_host, replicate
+from fedvi.placement import on_host
 
 __all__ = ["run", "run_all"]
 
@@ -304,8 +304,7 @@ class Session:
         done = -1 if restored is None else restored.round
         processes.on_first(lambda: self._open(done))
         if restored is None:
-            seeds = np.array(self.seeds, np.uint32)
-            keys = replicate(federation.mesh, jax.vmap(jax.random.key)(seeds))
+            keys = jax.vmap(jax.random.key)(np.array(self.seeds, np.uint32))
             restored = Restored(federation.init(keys), 0, rows.Problems())
         else:
             print(f"resumed after round {restored.round} of {self.config.rounds}")

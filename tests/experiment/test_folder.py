@@ -60,9 +60,7 @@ def test_overwrite_removes_only_our_files(tmp_path):
     assert {path.name for path in run_dir.iterdir()} == {"notes.txt", "my.csv"}
 
 
-def test_both_flags_or_a_file_are_errors(tmp_path):
-    with pytest.raises(ValueError, match="--overwrite and --resume exclude"):
-        prepare(tmp_path, overwrite=True, resume=True)
+def test_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         prepare(tmp_path / "file")
