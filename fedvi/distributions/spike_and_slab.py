@@ -65,8 +65,9 @@ def init(slab: MeanField, inclusion: float) -> SpikeAndSlab:
 
     Args:
       slab: the normal of the weights that are not 0.
-      inclusion: λ, in (0, 1) (§6, Table 2: 0.5 and 0.99), kept within INCLUSION_FLOOR
-        of 0 and 1. A value that JAX traces cannot be checked.
+      inclusion: λ, in (0, 1) (§6, Table 2: 0.5 and 0.99). Within INCLUSION_FLOOR of 0
+        or 1 it is that of `inclusion` and has gradient 0. A value that JAX traces
+        cannot be checked.
 
     Raises:
       ValueError: inclusion outside (0, 1).
@@ -76,7 +77,8 @@ def init(slab: MeanField, inclusion: float) -> SpikeAndSlab:
             f"inclusion={inclusion} must lie in (0, 1): the probability that a weight "
             "is not 0"
         )
-    logit = _logit(inclusion)
+    # In float32 λ may round to 1, whose logit is infinite.
+    logit = jnp.clip(_logit(inclusion), -2 * _LOGIT_BOUND, 2 * _LOGIT_BOUND)
     return SpikeAndSlab(slab, jax.tree.map(lambda m: jnp.full_like(m, logit), slab.mu))
 
 
@@ -284,7 +286,8 @@ def from_moments(
       ValueError: link is unknown.
     """
     slab = mean_field.from_moments(mean_statistics, centre, link)
-    return SpikeAndSlab(slab, jax.tree.map(_logit, mean_statistics["mass"]))
+    logit = jax.tree.map(lambda mass: _clip(_logit(mass)), mean_statistics["mass"])
+    return SpikeAndSlab(slab, logit)
 
 
 def _kl(logit_q, logit_p, slabs):
@@ -294,7 +297,7 @@ def _kl(logit_q, logit_p, slabs):
 
 
 def _logit(inclusion):
-    return _clip(jnp.log(inclusion) - jnp.log1p(-inclusion))
+    return jnp.log(inclusion) - jnp.log1p(-inclusion)
 
 
 def _clip(logit):

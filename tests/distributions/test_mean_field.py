@@ -280,6 +280,38 @@ def test_the_link_is_part_of_the_structure():
     assert jax.tree.structure(q) != jax.tree.structure(other)
 
 
+def test_the_distribution_measures_and_draws_as_the_functions_do():
+    rng = np.random.default_rng(3)
+    shapes = {"a": (2, 3), "b": (4,)}
+    q, p = (
+        mean_field.from_scale(
+            {k: jnp.float32(rng.normal(size=s)) for k, s in shapes.items()},
+            {k: jnp.float32(rng.uniform(0.1, 2, s)) for k, s in shapes.items()},
+            link,
+        )
+        for link in LINKS
+    )
+    ours, other = mean_field.distribution(q), mean_field.distribution(p)
+    key = jax.random.key(1)
+    same = ours.sample(seed=key), mean_field.sample(key, q)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *same)
+    np.testing.assert_allclose(ours.kl_divergence(other), mean_field.kl(q, p), 1e-6)
+    # The KL is the library's own: distrax's leaves a rounding error in the gradient.
+    gradient = jax.grad(lambda q: mean_field.distribution(q).kl_divergence(ours))(q)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
+    # An independent reference in float64.
+    point = same[0]
+    mu, sigma, x = (
+        np.concatenate([np.ravel(tree[k]) for k in shapes]).astype(np.float64)
+        for tree in (q.mu, mean_field.scale(q), point)
+    )
+    normal = stats.norm(mu, sigma)
+    np.testing.assert_allclose(ours.log_prob(point), normal.logpdf(x).sum(), 1e-5)
+    np.testing.assert_allclose(ours.entropy(), normal.entropy().sum(), 1e-5)
+    jax.tree.map(np.testing.assert_array_equal, ours.mean(), q.mu)
+    jax.tree.map(np.testing.assert_array_equal, ours.stddev(), mean_field.scale(q))
+
+
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-9])
 def test_scale_must_be_positive(bad, link):
