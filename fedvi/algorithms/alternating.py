@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedvi.algorithms.common import gradient_only, normal_init
-from fedvi.flat import Flat, flatten, trees
+from fedvi.algorithms.common import gradient_only
 from fedvi.local import LocalTraining, fold_minibatches, num_steps
-from fedvi.nn import Model
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, Family, Sampling
 
@@ -22,7 +20,6 @@ __all__ = [
     "at_rate",
     "averaged",
     "free_energy",
-    "initial_means",
     "learner",
     "require_moving",
     "summands",
@@ -67,11 +64,6 @@ class Learner(NamedTuple):
 def learner(posterior, training: LocalTraining) -> Learner:
     """A learner whose optimiser has not moved yet."""
     return Learner(posterior, training.optimizer_at(0).init(posterior))
-
-
-def initial_means(model: Model, key, std: float | None) -> Flat:
-    """`normal_init` as one vector: what nobody tells apart is updated in one piece."""
-    return flatten(trees(normal_init(model, key, std)))
 
 
 def require_moving(name: str, weight: float, sent: str) -> None:

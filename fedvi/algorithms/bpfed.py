@@ -6,66 +6,26 @@ personalized uncertainty representations" (2023).
 
 import dataclasses
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import (
-    Alternating,
-    Learner,
-    alternate,
-    averaged,
-    free_energy,
-    learner,
-    require_moving,
-    summands,
-)
-from fedvi.algorithms.common import normal_init
+from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.pfedbayes import Halves, PFedBayes, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field
 from fedvi.distributions.mean_field import MeanField
 from fedvi.flat import trees
 from fedvi.nn import Model, regroup, weight_paths
 from fedvi.options import option
-from fedvi.variational import BayesianNetwork, normal, posterior_estimate
+from fedvi.variational import BayesianNetwork, normal
 
-__all__ = ["BPFed", "Client", "Server", "bpfed", "half", "join", "split"]
-
-
-class Server(NamedTuple):
-    """Server state.
-
-    Attributes:
-      posterior: of the shared factors.
-      newcomer: the first prior of a client's personalised factors; not sent.
-    """
-
-    posterior: Any
-    newcomer: Any
-
-
-class Client(NamedTuple):
-    """What a client keeps.
-
-    Attributes:
-      personal: q_i of all factors, and its moments.
-      prior: π, the continual prior of the personalised factors (η̄_i of Alg. 1).
-      moments: of the optimiser of Eq. 11.
-      updates: rounds taken part in.
-    """
-
-    personal: Learner
-    prior: Any
-    moments: Any
-    updates: jax.Array
+__all__ = ["BPFed", "bpfed", "half", "join", "split"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BPFed(Alternating):
+class BPFed(PFedBayes):
     """Options of `bpfed`; what is said of w holds for π."""
 
     personal_part: str = option(
@@ -128,102 +88,17 @@ def bpfed(task: Task, options: BPFed) -> Algorithm:
         personalised weight, a model without `regrouped`, or more draws than fit in
         memory.
     """
-    if options.upload == "localised":
-        require_moving("zeta", options.zeta, "upload='localised'")
     model = split(task.model, options.personal_part)
     family = normal(options.rho)
     family = family._replace(distribution=lambda q: _distribution(task.model, q))
-    network = BayesianNetwork(model, family, options)
+    halves = Halves(lambda q: half(q, "shared"), lambda q: half(q, "personal"), join)
 
     def kl(q, prior):
         pair = (q, prior) if options.kl_direction == "forward" else (prior, q)
         return family.kl(*pair)
 
-    def train(key, round, data, training, personal, prior, steps, complete):
-        energy = free_energy(network, options.zeta, data, kl, complete)
-        rate = options.global_learning_rate
-        return alternate(
-            key, round, data, training, personal, prior, energy, steps, rate
-        )
-
-    def init(key):
-        posterior = family.init(normal_init(model, key, options.init_std))
-        return Server(half(posterior, "shared"), half(posterior, "personal"))
-
-    def init_client(key, server):
-        fresh = learner(join(server.posterior, server.newcomer), task.training)
-        return Client(fresh, server.newcomer, fresh.moments, jnp.zeros((), jnp.int32))
-
-    def start_of(server, client, prior):
-        if options.start == "prior":
-            return prior
-        q = client.personal.posterior
-        if options.start == "broadcast":
-            q = join(server.posterior, half(q, "personal"))
-        return optax.tree.where(client.updates == 0, prior, q)
-
-    def client_update(key, round, server, client, data):
-        prior = join(server.posterior, client.prior)
-        personal, localised, value = train(
-            key,
-            round,
-            data,
-            task.training,
-            client.personal._replace(posterior=start_of(server, client, prior)),
-            Learner(prior, client.moments),
-            (options.personal_steps, options.global_steps),
-            complete=lambda q: q,
-        )
-        sent = localised if options.upload == "localised" else personal
-        state = Client(
-            personal,
-            half(localised.posterior, "personal"),
-            localised.moments,
-            client.updates + 1,
-        )
-        return ClientOutput(
-            optax.tree.sub(half(sent.posterior, "shared"), server.posterior),
-            1.0,
-            state,
-            {"loss": value, "kl": family.kl(personal.posterior, prior)},
-        )
-
-    def server_update(key, round, server, aggregate):
-        old, mean = server.posterior, aggregate.mean()
-        return server._replace(posterior=averaged(family, options.average, old, mean))
-
-    def personalise(key, server, client, data):
-        newcomer = client.updates == 0
-        # Without data nothing is trained: who took part is done.
-        data = data._replace(size=jnp.where(newcomer, data.size, 0))
-        fresh = learner(client.prior, task.finetuning)
-        adapted, _, _ = train(
-            key,
-            0,
-            data,
-            task.finetuning,
-            fresh,
-            fresh,
-            (1, 0),
-            complete=lambda q: join(server.posterior, q),
-        )
-        adapted = join(server.posterior, adapted.posterior)
-        return optax.tree.where(newcomer, adapted, client.personal.posterior)
-
-    return posterior_estimate(
-        "bpfed",
-        network,
-        lambda server: join(server.posterior, server.newcomer),
-        init=init,
-        init_client=init_client,
-        client_update=client_update,
-        server_update=server_update,
-        personalise=personalise,
-        broadcast=lambda server: server._replace(newcomer=()),
-        statistics=lambda server, upload: summands(
-            family, options.average, server.posterior, upload
-        ),
-    )
+    network = BayesianNetwork(model, family, options)
+    return pfedbayes_of("bpfed", task, network, halves, kl)
 
 
 def split(model: Model, pattern: str) -> Model:

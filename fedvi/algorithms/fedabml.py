@@ -18,12 +18,13 @@ from fedvi.algorithms.alternating import (
     at_rate,
     averaged,
     free_energy,
-    initial_means,
     learner,
     require_moving,
     summands,
 )
+from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
+from fedvi.flat import flatten, trees
 from fedvi.local import minimise
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, normal, posterior_estimate
@@ -140,7 +141,8 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
         return minimise(key, round, theta, data, training, loss)
 
     def init(key):
-        return Server(family.init(initial_means(task.model, key, options.init_std)))
+        means = normal_init(task.model, key, options.init_std)
+        return Server(family.init(flatten(trees(means))))
 
     def client_update(key, round, server, client, data):
         if options.theta_update == "meta":

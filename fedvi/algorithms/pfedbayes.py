@@ -6,6 +6,7 @@ variational Bayesian inference" (ICML 2022).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,22 +20,29 @@ from fedvi.algorithms.alternating import (
     alternate,
     averaged,
     free_energy,
-    initial_means,
     learner,
     require_moving,
     summands,
 )
+from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
+from fedvi.flat import flatten, trees
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, normal, posterior_estimate
 
-__all__ = ["Client", "PFedBayes", "Server", "pfedbayes", "pfedbayes_of"]
+__all__ = ["Client", "Halves", "PFedBayes", "Server", "pfedbayes", "pfedbayes_of"]
 
 
 class Server(NamedTuple):
-    """Server state: w, the global posterior."""
+    """Server state.
+
+    Attributes:
+      posterior: w, the global posterior; of BPFed's shared factors.
+      newcomer: BPFed's first prior of a client's own factors; not sent.
+    """
 
     posterior: Any
+    newcomer: Any = ()
 
 
 class Client(NamedTuple):
@@ -42,13 +50,29 @@ class Client(NamedTuple):
 
     Attributes:
       personal: q_i and its moments; never overwritten by the server.
-      moments: of the localised global's optimiser, whose posterior is the broadcast.
+      prior: BPFed's continual prior of the client's own factors (η̄_i of its Alg. 1).
+      moments: of the localised global's optimiser, which starts at the broadcast.
       updates: rounds taken part in.
     """
 
     personal: Learner
+    prior: Any
     moments: Any
     updates: jax.Array
+
+
+class Halves(NamedTuple):
+    """A posterior in two halves, shared and a client's own. The default: all shared.
+
+    Attributes:
+      shared: `(q) -> half`.
+      own: `(q) -> half`.
+      join: `(shared, own) -> q`.
+    """
+
+    shared: Callable = lambda q: q
+    own: Callable = lambda q: ()
+    join: Callable = lambda shared, own: shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,71 +132,93 @@ def pfedbayes(task: Task, options: PFedBayes) -> Algorithm:
     return pfedbayes_of("pfedbayes", task, network)
 
 
-def pfedbayes_of(name: str, task: Task, network: BayesianNetwork) -> Algorithm:
-    """pFedBayes with posteriors of any family; `network.options` are `PFedBayes`."""
+def pfedbayes_of(
+    name: str,
+    task: Task,
+    network: BayesianNetwork,
+    halves: Halves | None = None,
+    kl: Callable | None = None,
+) -> Algorithm:
+    """pFedBayes with posteriors of any family, all or half of them shared.
+
+    Args:
+      name: of the method.
+      task: model, local training, population.
+      network: its options are `PFedBayes`.
+      halves: of a method whose clients keep factors, and their prior, to themselves;
+        a client that never took part then adapts those only.
+      kl: `(q, w)`, in the objectives in place of the family's.
+    """
     options, family = network.options, network.family
+    shared, own, join = halves or Halves()
     if options.upload == "localised":
         require_moving("zeta", options.zeta, "upload='localised'")
 
-    def train(key, round, data, training, personal, localised, steps):
-        energy = free_energy(network, options.zeta, data)
+    def train(key, round, data, training, q, w, steps, complete=lambda q: q):
+        energy = free_energy(network, options.zeta, data, kl, complete)
         rate = options.global_learning_rate
-        return alternate(
-            key, round, data, training, personal, localised, energy, steps, rate
-        )
+        return alternate(key, round, data, training, q, w, energy, steps, rate)
 
     def init(key):
-        return Server(family.init(initial_means(task.model, key, options.init_std)))
+        means = normal_init(network.model, key, options.init_std)
+        q = family.init(means if halves else flatten(trees(means)))
+        return Server(shared(q), own(q))
 
     def init_client(key, server):
-        fresh = learner(server.posterior, task.training)
-        return Client(fresh, fresh.moments, jnp.zeros((), jnp.int32))
+        fresh = learner(join(server.posterior, server.newcomer), task.training)
+        return Client(fresh, server.newcomer, fresh.moments, jnp.zeros((), jnp.int32))
 
     def client_update(key, round, server, client, data):
-        # A newcomer's q starts at the broadcast too.
-        restart = (client.updates == 0) | (options.start == "global")
-        own = client.personal
-        q = optax.tree.where(restart, server.posterior, own.posterior)
+        prior, q = join(server.posterior, client.prior), client.personal.posterior
+        if options.start == "broadcast":
+            q = join(server.posterior, own(q))
+        # A newcomer's q starts at the prior in any case.
+        restart = (client.updates == 0) | (options.start in ("global", "prior"))
         personal, localised, value = train(
             key,
             round,
             data,
             task.training,
-            Learner(q, own.moments),
-            Learner(server.posterior, client.moments),
+            client.personal._replace(posterior=optax.tree.where(restart, prior, q)),
+            Learner(prior, client.moments),
             (options.personal_steps, options.global_steps),
         )
         sent = localised if options.upload == "localised" else personal
-        return ClientOutput(
-            optax.tree.sub(sent.posterior, server.posterior),
-            1.0,
-            Client(personal, localised.moments, client.updates + 1),
-            {"loss": value, "kl": family.kl(personal.posterior, server.posterior)},
-        )
+        upload = optax.tree.sub(shared(sent.posterior), server.posterior)
+        kept = own(localised.posterior)
+        state = Client(personal, kept, localised.moments, client.updates + 1)
+        metrics = {"loss": value, "kl": family.kl(personal.posterior, prior)}
+        return ClientOutput(upload, 1.0, state, metrics)
 
     def server_update(key, round, server, aggregate):
         old = server.posterior
         new = averaged(family, options.average, old, aggregate.mean())
         moved = optax.tree.sub(new, old)
-        return Server(optax.tree.add_scale(old, options.beta, moved))
+        return server._replace(posterior=optax.tree.add_scale(old, options.beta, moved))
 
     def personalise(key, server, client, data):
+        def complete(q):
+            return join(server.posterior, q) if halves else q
+
         newcomer = client.updates == 0
         # Without data nothing is trained: who took part is done.
         data = data._replace(size=jnp.where(newcomer, data.size, 0))
-        fresh = learner(server.posterior, task.finetuning)
-        adapted, _, _ = train(key, 0, data, task.finetuning, fresh, fresh, (1, 0))
-        return optax.tree.where(newcomer, adapted.posterior, client.personal.posterior)
+        start = client.prior if halves else server.posterior
+        fresh, tuning = learner(start, task.finetuning), task.finetuning
+        q, _, _ = train(key, 0, data, tuning, fresh, fresh, (1, 0), complete)
+        adapted = complete(q.posterior)
+        return optax.tree.where(newcomer, adapted, client.personal.posterior)
 
     return posterior_estimate(
         name,
         network,
-        lambda server: server.posterior,
+        lambda server: join(server.posterior, server.newcomer),
         init=init,
         init_client=init_client,
         client_update=client_update,
         server_update=server_update,
         personalise=personalise,
+        broadcast=lambda server: server._replace(newcomer=()),
         statistics=lambda server, upload: summands(
             family, options.average, server.posterior, upload
         ),
