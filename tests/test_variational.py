@@ -200,9 +200,14 @@ def test_fedabmls_link_is_kept_by_the_moments():
 def test_training_draws_what_the_distribution_draws(task, batch, family):
     """Weights of `sampling=weight` are the family's own samples."""
     q = posterior(task.model, family)
-    drawn = FAMILIES[family].distribution(q).sample(seed=KEY)
-    found = network(task.model, family)._outputs(KEY, q, batch.x, batch.mask)
-    expected = task.model.apply(drawn, batch.x, batch.mask)
+
+    @jax.jit
+    def run():
+        drawn = FAMILIES[family].distribution(q).sample(seed=KEY)
+        found = network(task.model, family)._outputs(KEY, q, batch.x, batch.mask)
+        return found, task.model.apply(drawn, batch.x, batch.mask)
+
+    found, expected = run()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -223,7 +228,7 @@ def test_many_draws_are_made_in_groups(task, train, monkeypatch):
     seven = network(task.model, sampling="local", num_samples=7)
     q = seven.family.init(task.model.init(jax.random.key(0)))
     x = jnp.asarray(train.x[0][:3])
-    together = seven.predict(jax.random.key(1), q, x)
+    together = jax.jit(seven.predict)(jax.random.key(1), q, x)
     monkeypatch.setattr(variational, "_DRAWS_AT_ONCE", 3)
-    grouped = seven.predict(jax.random.key(1), q, x)
+    grouped = jax.jit(lambda *args: seven.predict(*args))(jax.random.key(1), q, x)
     np.testing.assert_allclose(grouped, together, rtol=1e-5, atol=1e-6)

@@ -102,7 +102,7 @@ class BernoulliGaussian(distrax.Distribution):
     def _sample_n(self, key, n: int) -> jax.Array:
         gate_key, slab_key = jax.random.split(key)
         noise = jax.random.logistic(gate_key, (n, *self.batch_shape), self.logit.dtype)
-        return (self.logit + noise > 0) * self.slab._sample_n(slab_key, n)
+        return (self.logit[None] + noise > 0) * self.slab._sample_n(slab_key, n)
 
     def log_prob(self, value: jax.Array) -> jax.Array:
         """log(1 - λ) at exactly 0, elsewhere log λ + log N(θ; μ, σ²)."""

@@ -16,6 +16,7 @@ from fedvi.algorithms.fedabml import Server
 from fedvi.data import ClientData
 from fedvi.distributions import mean_field
 from fedvi.federation import Federation
+from fedvi.flat import trees
 from fedvi.local import Batch, LocalTraining, fold_minibatches
 from fedvi.nn import from_flax
 
@@ -146,7 +147,7 @@ def test_meta_is_per_fedavgs_exact_gradient(
 
         def loss(phi, theta, mask):
             chosen = batch._replace(mask=batch.mask & mask)
-            penalty = quadratic_penalty(phi, theta, precision)
+            penalty = quadratic_penalty(*trees((phi, theta)), precision)
             return classification_loss(plain.model, phi, chosen) + penalty
 
         def adapt(theta):

@@ -126,15 +126,14 @@ def test_the_gradient_of_equal_normals_is_zero_to_the_last_digit():
         assert not gradient.mu.any() and not gradient.rho.any()
 
 
-@pytest.mark.parametrize("rho_q", [-1.0, 0.0])
-def test_second_derivatives_of_the_kl_equal_differences_of_the_first(rho_q):
+def test_second_derivatives_of_the_kl_equal_differences_of_the_first():
     # FedABML's `meta` differentiates through gradient steps.
-    args = [jnp.float32(a) for a in (0.3, rho_q, -0.2, 0.4)]
+    args = [jnp.float32(a) for a in (0.3, -1.0, -0.2, 0.4)]
 
     def kl(*args):
         return mean_field.kl(MeanField(*args[:2]), MeanField(*args[2:]))
 
-    found = np.array(jax.hessian(kl, argnums=(0, 1, 2, 3))(*args))
+    found = np.array(jax.jit(jax.hessian(kl, argnums=(0, 1, 2, 3)))(*args))
     for i in range(4):
         up, down = (
             [np.float64(a) + h * (i == j) for j, a in enumerate(args)]

@@ -301,7 +301,9 @@ def test_the_distribution_measures_and_draws_as_the_functions_do():
     np.testing.assert_allclose(ours.stddev()["w"], deviation, rtol=1e-4)
     # -E[log q] is the entropy, and E[log q - log p] the KL, of 2,000 draws.
     draws = ours.sample(seed=key, sample_shape=(2000,))
-    log_q, log_p = ours.log_prob(draws), other.log_prob(draws)
+    log_q, log_p = jax.jit(jax.vmap(lambda x: (ours.log_prob(x), other.log_prob(x))))(
+        draws
+    )
     for found, expected in ((-log_q, entropy), (log_q - log_p, divergence)):
         error = found.std() / np.sqrt(2000)
         assert abs(found.mean() - expected) < 4 * error
