@@ -5,13 +5,19 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-long lint clean
 
 demo: $(VENV)/.installed  ## train five methods on embedded real images
 	$(BIN)/python examples/fedhb_cifar.py --flagfile=examples/flagfiles/quickstart.flags --overwrite
 
-test: $(VENV)/.installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# worksteal: files stay together but for the last ones, and both workers end at once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: $(VENV)/.installed  ## the tests, but for what takes long by nature
+	$(PYTEST) -m "not long"
+
+test-long: $(VENV)/.installed  ## several processes, killed runs, benchmarks
+	$(PYTEST) -m long
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import native_networks
 import numpy as np
 from counting import layers_of, least_round
+from federations import build, compile_round
 from floors import describe_peaks, floors_of, measure_peaks, step_flops
 from worker import peak_memory, serve, timed
 
 import fedvi
-from fedvi import algorithms, nn, selection
+from fedvi import nn, selection
 from fedvi.cohort import clients_mesh
 from fedvi.data import standardise
+from fedvi.flat import like_flats, trees
 
 
 class FedviRounds:
@@ -58,8 +60,7 @@ class FedviRounds:
             )
             mean, std = arrays["mean"], arrays["std"]
         clients = len(train.size)
-        build = native_networks.build if native_conv else nn.build
-        network = build(
+        network = (native_networks if native_conv else nn).build(
             model,
             classes=classes,
             input_shape=train.x.shape[2:],
@@ -70,17 +71,20 @@ class FedviRounds:
         training = fedvi.LocalTraining(
             epochs, batch_size, learning_rate, momentum, optimizer=optimizer
         )
-        task = fedvi.Task(network, training, training, clients, int(train.size.sum()))
-        self._federation = fedvi.Federation(
-            algorithms.build(algorithm, task, **options),
+        self._federation = build(
+            algorithm,
+            network,
+            training,
             train,
             test,
+            options,
             selection=selection.uniform(clients, participants),
             chunk_size=chunk_size or None,
             mesh=clients_mesh(devices),
         )
         self._algorithm, self._dtype = algorithm, dtype
-        self._task, self._participants = task, participants
+        self._model, self._training = network, training
+        self._participants = participants
         self._program = None
         self._state = self._federation.init(jax.random.key(seed))
         if params_file:
@@ -95,11 +99,11 @@ class FedviRounds:
 
     def _start_with(self, params_file):
         server = self._state.server
-        leaves, treedef = jax.tree.flatten_with_path(server.params)
+        leaves, treedef = jax.tree.flatten_with_path(trees(server.params))
         with np.load(params_file) as files:
             values = [jnp.asarray(files[name_of(path)]) for path, _ in leaves]
-        server = server._replace(params=treedef.unflatten(values))
-        self._state = self._state._replace(server=server)
+        params = like_flats(treedef.unflatten(values), server.params)
+        self._state = self._state._replace(server=server._replace(params=params))
 
     def save_params(self, params_file):
         """Writes what the server starts with, under names like `body/Conv_0/kernel`.
@@ -109,7 +113,7 @@ class FedviRounds:
         """
         server = self._state.server
         start = server.params if self._algorithm == "fedavg" else server.posterior
-        leaves, _ = jax.tree.flatten_with_path(start)
+        leaves, _ = jax.tree.flatten_with_path(trees(start))
         np.savez(params_file, **{name_of(path): leaf for path, leaf in leaves})
         return {}
 
@@ -123,8 +127,7 @@ class FedviRounds:
         def run():
             train = self._federation.train
             if self._program is None:
-                jitted = self._federation._jit_rounds
-                self._program = jitted.lower(self._state, train, n=1).compile()
+                self._program, _ = compile_round(self._federation, self._state)
             return jax.block_until_ready(self._program(self._state, train))
 
         (self._state, metrics), times = timed(run)
@@ -140,7 +143,7 @@ class FedviRounds:
 
         The hand count is of a plain gradient step with SGD: FedAvg's.
         """
-        model, training = self._task.model, self._task.training
+        model, training = self._model, self._training
         if self._algorithm != "fedavg" or training.optimizer != "sgd":
             return {}
         train, participants = self._federation.train, self._participants

@@ -164,8 +164,10 @@ def over_floor(seconds: float, floor: dict[str, float]) -> float:
     return seconds / max(floor["flops_seconds"], floor["bytes_seconds"])
 
 
-def describe_peaks(peaks: dict[str, Any]) -> str:
+def describe_peaks(peaks: dict[str, Any] | None) -> str:
     """A sentence with the machine's measured peaks."""
+    if not peaks:
+        return "No peaks measured."
     rates = ", ".join(
         f"{rate / 1e9:.0f} GFLOP/s in {dtype}"
         for dtype, rate in peaks["flops_per_second"].items()

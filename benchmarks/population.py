@@ -11,8 +11,6 @@ the stream. Memory is what a process holds itself (anonymous pages): mapped file
 the system drops when it needs room, are listed apart.
 """
 
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags
-from report import describe_machine, spread, write
+from report import cell, describe, page, run, spread, table, write
 from worker import Worker
 
 from fedvi.data import ClientData, write_client_files
@@ -123,51 +121,54 @@ def measure(folder: Path, model: str) -> list[dict[str, Any]]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as one table."""
-    machine, work = report["machine"], report["work"]
-    lines = [
-        f"# Rounds of {work['participants']:,} clients, out of more than fit",
-        "",
+    work = report["work"]
+
+    def cells(row):
+        median = float(np.median(row["seconds"]))
+        return [
+            row["model"],
+            f"{row['clients']:,}",
+            row["system"],
+            cell(spread(row["seconds"])),
+            f"{work['participants'] / median:,.0f}",
+            f"{row['first_call_seconds']:.2f}",
+            *(f"{row[f'{k}_bytes'] / MIB:.0f}" for k in ("anonymous", "file", "state")),
+        ]
+
+    return page(
+        f"Rounds of {work['participants']:,} clients, out of more than fit",
         f"{work['algorithm']}, clients of {work['examples']} examples with "
         f"{work['features']} features, batch {work['batch_size']}, one epoch, mlp with "
         f"{work['hidden']} hidden units, blocks of {work['block_size']} clients, chunk "
         f"size {work['chunk_size']}.",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
-        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after. "
-        "Medians (min to max), in turn.",
-        "",
-        "| model | clients | system | s a round | clients a second | first call s "
-        "| own memory MiB | mapped files MiB | states on disk MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report["results"]:
-        median = float(np.median(row["seconds"]))
-        lines.append(
-            f"| {row['model']} | {row['clients']:,} | {row['system']} | "
-            f"{_times(row['seconds'])} | {work['participants'] / median:,.0f} | "
-            f"{row['first_call_seconds']:.2f} | {row['anonymous_bytes'] / MIB:.0f} | "
-            f"{row['file_bytes'] / MIB:.0f} | {row['state_bytes'] / MIB:.0f} |"
-        )
-    for row in report["results"]:
-        if row.get("commit_seconds"):
-            lines += [
-                "",
-                f"{row['model']}, {row['clients']:,} clients: {row['visited']:,} have "
-                f"a state; committed in {row['commit_seconds']:.1f} s, opened again "
-                f"in {row['open_seconds']:.1f} s, the states of "
-                f"{row['compared']:,} clients compared after it.",
-            ]
-    return "\n".join(lines) + "\n"
+        f"{describe(report)} Medians (min to max), in turn.",
+        table(
+            "model | clients | system | s a round | clients a second | first call s | "
+            "own memory MiB | mapped files MiB | states on disk MiB",
+            map(cells, report["results"]),
+        ),
+        *(
+            f"{row['model']}, {row['clients']:,} clients: {row['visited']:,} have a "
+            f"state; committed in {row['commit_seconds']:.1f} s, opened again in "
+            f"{row['open_seconds']:.1f} s, the states of {row['compared']:,} clients "
+            "compared after it."
+            for row in report["results"]
+            if row.get("commit_seconds")
+        ),
+    )
 
 
-def _times(seconds: list[float]) -> str:
-    parts = spread(seconds)
-    return "{median:.3f} ({min:.3f} to {max:.3f})".format(**parts)
+def measure_all() -> list[dict[str, Any]]:
+    """Writes the populations, and measures every model on them."""
+    with tempfile.TemporaryDirectory(dir=FLAGS.folder) as folder:
+        for clients in FLAGS.clients:
+            start = time.perf_counter()
+            write_population(Path(folder) / clients, int(clients))
+            print(f"{clients} clients in {time.perf_counter() - start:.1f} s")
+        return [row for model in FLAGS.model for row in measure(Path(folder), model)]
 
 
 def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag")
     if FLAGS.memory is None:
         FLAGS.memory = [max(FLAGS.clients, key=int)]
     if set(FLAGS.memory) - set(FLAGS.clients):
@@ -175,19 +176,7 @@ def main(argv):
     most = max(map(int, FLAGS.clients))
     if FLAGS.visit_all and most < 2 * FLAGS.participants:
         raise app.UsageError("--visit_all needs at least two rounds of --participants")
-    machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
-    results = []
-    try:
-        with tempfile.TemporaryDirectory(dir=FLAGS.folder) as folder:
-            for clients in FLAGS.clients:
-                start = time.perf_counter()
-                write_population(Path(folder) / clients, int(clients))
-                print(f"{clients} clients in {time.perf_counter() - start:.1f} s")
-            for model in FLAGS.model:
-                results += measure(Path(folder), model)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
-    machine["load_after"] = os.getloadavg()[0]
+    machine, results = run(argv, measure_all, computes=False)
     work = {k: FLAGS[k].value for k in (*SHARED, "examples", "features")}
     report = {"machine": machine, "work": work, "results": results}
     write(report, markdown(report), FLAGS.out)

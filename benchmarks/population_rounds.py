@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from federations import first_examples
 from worker import serve, timed
 
 import fedvi
@@ -58,8 +59,8 @@ class PopulationRounds:
             self._federation = self._open()
         else:
             data = self._files.read(np.arange(self._clients))
-            one = fedvi.ClientData(*(leaf[:, :1] for leaf in data[:2]), data.size)
-            self._federation = fedvi.Federation(self._method, data, one, **options)
+            one_each = first_examples(data)
+            self._federation = fedvi.Federation(self._method, data, one_each, **options)
             del data
         self._streamed = streamed
         self._state = self._federation.init(jax.random.key(0))

@@ -9,8 +9,6 @@ numbers depend on the clients that share its `vmap`, which a round must not. All
 take turns, so what slows the machine down slows all of them.
 """
 
-import os
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from report import describe_machine, write
+from report import cell, describe, page, run, spread, table, write
 
 from fedvi import nn
 from fedvi.distributions import mean_field
 from fedvi.distributions.draws import standard_normal_like
+from fedvi.flat import like_flats, trees
 from fedvi.local import Batch
 
 flags.DEFINE_integer(
@@ -58,10 +57,10 @@ def flat_draw(key, tree, dtype):
 
 def draw_by_leaf(key, tree, dtype):
     """A draw for each leaf."""
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(trees(tree))
     keys = jax.random.split(key, len(leaves))
     draws = [jax.random.normal(k, leaf.shape, dtype) for k, leaf in zip(keys, leaves)]
-    return treedef.unflatten(draws)
+    return like_flats(treedef.unflatten(draws), tree)
 
 
 def add_noise(draw: Callable, dtype: str) -> Callable:
@@ -159,8 +158,8 @@ def measure() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
     """Microseconds a step, by table, row and generator: median, least and most."""
     tables = candidates()
     loops = {
-        (table, row, generator): compile_loop(step, start, generator)
-        for table, rows in tables.items()
+        (kind, row, generator): compile_loop(step, start, generator)
+        for kind, rows in tables.items()
         for row, (step, start) in rows.items()
         for generator in FLAGS.generator
     }
@@ -172,13 +171,9 @@ def measure() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
             if call:
                 seconds = time.perf_counter() - begin
                 times[place].append(1e6 * seconds / FLAGS.steps)
-    found = {table: {row: {} for row in rows} for table, rows in tables.items()}
-    for (table, row, generator), values in times.items():
-        found[table][row][generator] = {
-            "median": statistics.median(values),
-            "min": min(values),
-            "max": max(values),
-        }
+    found = {kind: {row: {} for row in rows} for kind, rows in tables.items()}
+    for (kind, row, generator), values in times.items():
+        found[kind][row][generator] = spread(values)
     return found
 
 
@@ -192,49 +187,33 @@ def depends_on_chunks(generator: str) -> bool:
 
 def markdown(report: dict) -> str:
     """The report as a Markdown page."""
-    machine, work = report["machine"], report["work"]
-    lines = [
-        "# Random numbers of a mean-field step",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
-        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after; jax "
-        f"{work['jax']}, {work['backend']}. Microseconds, medians (min to max) of "
-        f"{work['calls']} calls of {work['steps']} in a loop, all in turn.",
-        "",
+    work, depends = report["work"], report["depends_on_chunks"]
+    rows = [
+        [f"{kind}: {row}", *(cell(values[g], digits=0) for g in FLAGS.generator)]
+        for kind, found in report["microseconds"].items()
+        for row, values in found.items()
+    ]
+    answers = ["yes" if depends[g] else "no" for g in FLAGS.generator]
+    return page(
+        "Random numbers of a mean-field step",
+        f"{describe(report)} Microseconds, medians (min to max) of {work['calls']} "
+        f"calls of {work['steps']} in a loop, all in turn.",
         f"draw: a standard normal for every weight of a 784-{work['hidden']}-10 "
         "network, added to it. step: gradient of NLL + KL / n by "
         f"means and scales, and SGD, batch {work['batch_size']}.",
-        "",
-        f"| | {' | '.join(FLAGS.generator)} |",
-        "|---|" + "---|" * len(FLAGS.generator),
-    ]
-    for table, rows in report["microseconds"].items():
-        for row, values in rows.items():
-            cells = [_cell(values[generator]) for generator in FLAGS.generator]
-            lines.append(f"| {table}: {row} | {' | '.join(cells)} |")
-    cells = ["yes" if report["depends_on_chunks"][g] else "no" for g in FLAGS.generator]
-    lines.append(f"| numbers depend on the size of a vmap | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(values: dict[str, float]) -> str:
-    return f"{values['median']:.0f} ({values['min']:.0f} to {values['max']:.0f})"
+        table(
+            f" | {' | '.join(FLAGS.generator)}",
+            [*rows, ["numbers depend on the size of a vmap", *answers]],
+        ),
+    )
 
 
 def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag")
-    machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
-    microseconds = measure()
-    machine["load_after"] = os.getloadavg()[0]
+    machine, microseconds = run(argv, measure)
+    work = {k: FLAGS[k].value for k in ("hidden", "batch_size", "steps", "calls")}
     report = {
         "machine": machine,
-        "work": {
-            **{key: FLAGS[key].value for key in ("hidden", "batch_size", "steps")},
-            "calls": FLAGS.calls,
-            "jax": jax.__version__,
-            "backend": jax.default_backend(),
-        },
+        "work": work,
         "microseconds": microseconds,
         "depends_on_chunks": {g: depends_on_chunks(g) for g in FLAGS.generator},
     }

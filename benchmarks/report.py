@@ -1,13 +1,29 @@
-"""What `round_time.py` measured, as JSON and as a Markdown table."""
+"""What the benchmarks measured, as JSON and Markdown; `round_time.py`'s own report."""
 
 import json
 import os
 import platform
 import statistics
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "markdown", "spread", "summarise", "write"]
+from absl import app
+
+__all__ = [
+    "cell",
+    "describe",
+    "describe_machine",
+    "markdown",
+    "mebibytes",
+    "page",
+    "run",
+    "spread",
+    "summarise",
+    "table",
+    "write",
+]
 
 MIB = 2**20
 
@@ -36,6 +52,70 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def run(argv: list[str], measure: Callable, computes: bool = True) -> tuple:
+    """What a script's `main` does: `measure()`, its mistakes as one line.
+
+    Args:
+      argv: of `main`; a further word is a mistake.
+      measure: `() -> results`.
+      computes: this process runs JAX itself.
+
+    Returns:
+      (the machine, with its load before and after; the results).
+    """
+    if len(argv) > 1:
+        raise app.UsageError(f"{argv[1]!r} is no flag")
+    machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
+    try:
+        results = measure()
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    machine["load_after"] = os.getloadavg()[0]
+    if computes:
+        import jax  # not where peers' processes do everything
+
+        machine |= {"jax": jax.__version__, "backend": jax.default_backend()}
+    return machine, results
+
+
+def describe(report: dict) -> str:
+    """A sentence about the machine of a report."""
+    machine = report["machine"]
+    jax = f"; jax {machine['jax']}, {machine['backend']}" if "jax" in machine else ""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
+        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after{jax}."
+    )
+
+
+def page(title: str, *parts: str | list[str]) -> str:
+    """A Markdown page; every part is a paragraph or a table, "" is left out."""
+    blocks = [part if isinstance(part, str) else "\n".join(part) for part in parts]
+    return "\n\n".join([f"# {title}", *filter(None, blocks)]) + "\n"
+
+
+def table(headings: str, rows: Iterable[list[Any]]) -> list[str]:
+    """The lines of a table, whose headings stand between bars."""
+    columns = headings.count("|") + 1
+    lines = [f"| {headings} |", "|" + "---|" * columns]
+    return lines + [f"| {' | '.join(map(str, cells))} |" for cells in rows]
+
+
+def cell(values: dict[str, float] | None, unit: float = 1, digits: int = 3) -> str:
+    """Median (least to most) of a `spread`, in a unit of which so many make one."""
+    if values is None:
+        return "-"
+    median, low, high = (
+        f"{unit * values[key]:.{digits}f}" for key in ("median", "min", "max")
+    )
+    return f"{median} ({low} to {high})"
+
+
+def mebibytes(count: int | None) -> str:
+    """A number of bytes in MiB."""
+    return "-" if count is None else f"{count / MIB:.1f}"
 
 
 def summarise(
@@ -109,31 +189,14 @@ def _ratios(ours: list, peer: list, key: str, warmup: int) -> list[float]:
 
 
 def markdown(report: dict) -> str:
-    """The report as a Markdown page."""
-    machine, work, systems = report["machine"], report["work"], report["systems"]
+    """`round_time.py`'s report as a Markdown page."""
+    work, systems = report["work"], report["systems"]
     ours = next(iter(systems))
     scores = SCORES | (PERSONAL if "personal_nll" in systems[ours] else TRAINING)
-    lines = [
-        f"# One round of {work['algorithm']}, {work['model']}, {work['dataset']}",
-        "",
-        f"{work['clients']} clients × {'/'.join(map(str, work['client_size']))} of "
-        f"{'×'.join(map(str, work['input_shape']))} ({work['shards']} class shards), "
-        f"{work['participants']} a round, batch {work['batch_size']}, {work['epochs']} "
-        f"local epoch(s), {_optimizer(work)}, chunk size {work['chunk_size']}"
-        f"{_options(work)}; {work['fidelity']}.",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
-        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after. "
-        f"Medians (min to max) of {work['rounds']} turns after {work['warmup']}; ratio "
-        f"{ours} / system, turn by turn.",
-        "",
-        "| system | s a round | CPU-s a round | first call s | ratio of s | ratio of "
-        f"CPU-s | {' | '.join(scores)} |",
-        "|---|---|---|---|---|---|" + "---|" * len(scores),
-    ]
-    for name, system in systems.items():
+
+    def cells(name, system):
         ratio = report["ratios"].get(name, {})
-        cells = [
+        return [
             name,
             _cell(system, "seconds"),
             _cell(system, "cpu_seconds"),
@@ -142,36 +205,49 @@ def markdown(report: dict) -> str:
             _cell(ratio.get("cpu_seconds"), "ratio"),
             *(f"{system[key]:.3f}" for key in scores.values()),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    temporary = systems[ours]["xla_temporary_bytes"]
-    lines += [
-        "",
-        f"Memory of the {ours} process: peak {systems[ours]['peak_bytes'] / MIB:.0f} "
-        f"MiB, of which {systems[ours]['above_before_data_bytes'] / MIB:.0f} MiB since "
-        "before the data were loaded (data, compilation, rounds); XLA's temporaries of "
-        f"a round {'unknown' if temporary is None else f'{temporary / MIB:.1f} MiB'}.",
-        "",
-        *_roofline(ours, systems[ours].get("roofline")),
-    ]
-    for name, system in systems.items():
-        versions = (f"{key} {value}" for key, value in system["versions"].items())
-        lines.append(f"- {name}: {', '.join(versions)}")
-    return "\n".join(lines) + "\n"
+
+    memory = (
+        mebibytes(systems[ours][key])
+        for key in ("peak_bytes", "above_before_data_bytes", "xla_temporary_bytes")
+    )
+    return page(
+        f"One round of {work['algorithm']}, {work['model']}, {work['dataset']}",
+        f"{work['clients']} clients × {'/'.join(map(str, work['client_size']))} of "
+        f"{'×'.join(map(str, work['input_shape']))} ({work['shards']} class shards), "
+        f"{work['participants']} a round, batch {work['batch_size']}, {work['epochs']} "
+        f"local epoch(s), {_optimizer(work)}, chunk size {work['chunk_size']}"
+        f"{_options(work)}; {work['fidelity']}.",
+        f"{describe(report)} Medians (min to max) of {work['rounds']} turns after "
+        f"{work['warmup']}; ratio {ours} / system, turn by turn.",
+        table(
+            "system | s a round | CPU-s a round | first call s | ratio of s | ratio of "
+            f"CPU-s | {' | '.join(scores)}",
+            (cells(name, system) for name, system in systems.items()),
+        ),
+        "Memory of the {} process: peak {} MiB, of which {} MiB since before the data "
+        "were loaded (data, compilation, rounds); XLA's temporaries of a round {} MiB."
+        "".format(ours, *memory),
+        _roofline(ours, systems[ours].get("roofline")),
+        [
+            f"- {name}: "
+            + ", ".join(f"{key} {value}" for key, value in system["versions"].items())
+            for name, system in systems.items()
+        ],
+    )
 
 
-def _roofline(ours: str, floor: dict | None) -> list[str]:
+def _roofline(ours: str, floor: dict | None) -> str:
     if not floor:
-        return []
-    return [
+        return ""
+    return (
         f"Roofline: a round is at least {floor['flops'] / 1e9:.2f} GFLOP "
         f"({floor['xla_flops'] / 1e9:.2f} by XLA's cost analysis, elementwise work "
         f"included) and {floor['bytes'] / 1e6:.0f} MB "
         f"({floor['activation_bytes'] / 1e6:.0f} of activations, "
         f"{floor['parameter_bytes'] / 1e6:.0f} of parameters). {floor['description']} "
         f"Floors {floor['flops_seconds']:.4f} s and {floor['bytes_seconds']:.4f} s; "
-        f"{ours}, measured / floor: {floor['over_floor']:.1f}.",
-        "",
-    ]
+        f"{ours}, measured / floor: {floor['over_floor']:.1f}."
+    )
 
 
 def _optimizer(work: dict) -> str:
@@ -190,8 +266,7 @@ def _options(work: dict) -> str:
 def _cell(values: dict | None, name: str) -> str:
     if values is None:
         return "1"
-    median, low, high = (values[f"{name}_{part}"] for part in ("median", "min", "max"))
-    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+    return cell({part: values[f"{name}_{part}"] for part in ("median", "min", "max")})
 
 
 def write(report: dict, page: str, out: str | None) -> None:

@@ -7,9 +7,6 @@ which also gives the least bytes. The matrix rate and the bandwidth of the machi
 measured in the same run (`floors.py`).
 """
 
-import os
-import statistics
-import sys
 import time
 from typing import Any
 
@@ -25,7 +22,7 @@ from floors import (
     over_floor,
     xla_cost,
 )
-from report import describe_machine, write
+from report import cell, describe, page, run, spread, table, write
 
 from fedvi import nn
 from fedvi.local import Batch, LocalTraining
@@ -75,9 +72,7 @@ def measure(name: str) -> dict[str, Any]:
     layers = layers_of(model, shape)
     return {
         **found,
-        "seconds": statistics.median(seconds),
-        "seconds_min": min(seconds),
-        "seconds_max": max(seconds),
+        "seconds": spread(seconds),
         "activation_values": sum(layer.outputs for layer in layers),
         "work": least_step(layers, n),
     }
@@ -85,24 +80,10 @@ def measure(name: str) -> dict[str, Any]:
 
 def markdown(report: dict) -> str:
     """The report as a Markdown page."""
-    machine, n = report["machine"], report["batch_size"]
-    lines = [
-        "# One gradient step of a client, and its floors",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
-        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after; jax "
-        f"{report['jax']}, {report['backend']}. Batch {n}, SGD with momentum, float32; "
-        f"medians (min to max) of {report['calls']} calls.",
-        "",
-        describe_peaks(report["peaks"]) if report["peaks"] else "No peaks measured.",
-        "",
-        "| network | MFLOP an image, by hand | by XLA | activation values an image | "
-        "least MB a step (activations + parameters) | XLA's MB | ms a step | floor ms, "
-        "FLOPs | floor ms, bytes | measured / floor | compile s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report["steps"]:
-        floor = row.get("floor")
+    n = report["batch_size"]
+
+    def cells(row):
+        work, floor = row["work"], row.get("floor")
         limits = ["-", "-", "-"]
         if floor:
             limits = [
@@ -110,8 +91,7 @@ def markdown(report: dict) -> str:
                 f"{1e3 * floor['bytes_seconds']:.3f}",
                 f"{row['over_floor']:.1f}",
             ]
-        work = row["work"]
-        cells = [
+        return [
             row["model"],
             f"{work['flops'] / n / 1e6:.2f}",
             f"{row['xla_flops'] / n / 1e6:.2f}",
@@ -119,41 +99,43 @@ def markdown(report: dict) -> str:
             f"{work['activation_bytes'] / 1e6:.1f} + "
             f"{work['parameter_bytes'] / 1e6:.1f}",
             f"{row['xla_fused_bytes'] / 1e6:.1f}",
-            f"{1e3 * row['seconds']:.2f} ({1e3 * row['seconds_min']:.2f} to "
-            f"{1e3 * row['seconds_max']:.2f})",
+            cell(row["seconds"], 1e3, 2),
             *limits,
             f"{row['compile_seconds']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+
+    return page(
+        "One gradient step of a client, and its floors",
+        f"{describe(report)} Batch {n}, SGD with momentum, float32; medians (min to "
+        f"max) of {report['calls']} calls.",
+        describe_peaks(report["peaks"]),
+        table(
+            "network | MFLOP an image, by hand | by XLA | activation values an image | "
+            "least MB a step (activations + parameters) | XLA's MB | ms a step | floor "
+            "ms, FLOPs | floor ms, bytes | measured / floor | compile s",
+            map(cells, report["steps"]),
+        ),
+    )
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag")
-    # What compilation costs is to be seen.
-    jax.config.update("jax_enable_compilation_cache", False)
-    machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
+def measure_all() -> dict[str, Any]:
+    """The peaks, and every network's step beside its floors."""
     peaks = measure_peaks(("float32", "bfloat16")) if FLAGS.peak else None
-    try:
-        steps = [measure(name) for name in FLAGS.model]
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    machine["load_after"] = os.getloadavg()[0]
+    steps = [measure(name) for name in FLAGS.model]
     for row in steps:
         if peaks:
             row["floor"] = floors_of(row["work"], peaks)
-            row["over_floor"] = over_floor(row["seconds"], row["floor"])
+            row["over_floor"] = over_floor(row["seconds"]["median"], row["floor"])
         row["work"] = row["work"]._asdict()
-    report = {
-        "machine": machine,
-        "batch_size": FLAGS.batch_size,
-        "calls": FLAGS.calls,
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "peaks": peaks,
-        "steps": steps,
-    }
+    return {"peaks": peaks, "steps": steps}
+
+
+def main(argv):
+    # What compilation costs is to be seen.
+    jax.config.update("jax_enable_compilation_cache", False)
+    machine, found = run(argv, measure_all)
+    work = {"batch_size": FLAGS.batch_size, "calls": FLAGS.calls}
+    report = {"machine": machine, **work, **found}
     write(report, markdown(report), FLAGS.out)
 
 

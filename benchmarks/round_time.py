@@ -19,8 +19,6 @@ random images of that shape or another. FedAvg of other networks, and pFedBayes:
 --torch_gradients=hand,autograd takes turns with both peers of pFedBayes.
 """
 
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +26,7 @@ from pathlib import Path
 import systems
 import workload
 from absl import app, flags
-from report import describe_machine, markdown, summarise, write
+from report import markdown, run, summarise, write
 from worker import Worker
 
 # Lets the threads of one system go to sleep before the next one's turn.
@@ -108,17 +106,15 @@ def take_turns(workers: dict[str, Worker]) -> dict[str, list[dict]]:
     return turns
 
 
-def measure() -> dict:
-    """The whole run, as `report.summarise` tells it."""
+def measure() -> tuple:
+    """What `report.summarise` makes the report of."""
     dataset = workload.choose_data()
     with tempfile.TemporaryDirectory() as folder:
         data_file = Path(folder) / "data.npz"
         federated = workload.save_data(dataset, data_file)
         workers, versions = start_workers(data_file, federated.classes)
-        machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
         # Flower's workers read the data in the first round.
         turns = take_turns(workers)
-    machine["load_after"] = os.getloadavg()[0]
     endings = {name: worker("finish") for name, worker in workers.items()}
     if FLAGS.peak:
         endings["fedvi"]["roofline"] = workers["fedvi"]("roofline")
@@ -129,17 +125,13 @@ def measure() -> dict:
         "warmup": FLAGS.warmup,
         "rounds": FLAGS.rounds,
     }
-    return summarise(machine, versions, work, turns, endings)
+    return versions, work, turns, endings
 
 
 def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag")
     systems.check()
-    try:
-        report = measure()
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    machine, found = run(argv, measure, computes=False)
+    report = summarise(machine, *found)
     write(report, markdown(report), FLAGS.out)
 
 

@@ -10,12 +10,11 @@ of an axis take turns. On CPU the devices are fake ones that share the cores.
 """
 
 import os
-import sys
 import time
 from typing import Any, NamedTuple
 
 from absl import app, flags
-from report import describe_machine, spread, write
+from report import cell, describe, mebibytes, page, run, spread, table, write
 from worker import Worker
 
 AXES = ("clients", "devices", "parameters", "compile_clients")
@@ -45,7 +44,6 @@ FLAGS = flags.FLAGS
 
 # Lets the threads of one process go to sleep before the next one's turn.
 PAUSE_SECONDS = 0.02
-MIB = 2**20
 
 
 class Point(NamedTuple):
@@ -152,12 +150,19 @@ def compile_ratios(rows: list[dict]) -> dict[str, float]:
 
 def markdown(report: dict) -> str:
     """The report as a Markdown page."""
-    machine, work = report["machine"], report["work"]
-    lines = [
-        f"# How a round of {work['algorithm']} scales",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
-        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after. "
+    work, parts = report["work"], []
+    for axis, rows in report["axes"].items():
+        parts += [f"## {axis.replace('_', ' ')}", _table(rows)]
+        if axis == "compile_clients":
+            found = (
+                f"{'a vmap over all' if chunk == '0' else 'a loop over clients'}: "
+                f"{ratio:.2f}"
+                for chunk, ratio in report["compile_ratios"].items()
+            )
+            parts.append(f"Most / least, trace and compilation: {', '.join(found)}.")
+    return page(
+        f"How a round of {work['algorithm']} scales",
+        f"{describe(report)} "
         f"Medians (min to max) of {work['rounds']} rounds after the first and, where "
         f"nothing else is, of {work['compiles']} compilations; the points of a table "
         "in turn, each in a process of its own. Clients of "
@@ -165,66 +170,39 @@ def markdown(report: dict) -> str:
         f"{work['batch_size']}, one epoch; all take part. Memory: XLA's temporaries of "
         "the round, the device's peak, and how far the process rose above what it held "
         "before the data.",
-    ]
-    for axis, rows in report["axes"].items():
-        lines += ["", f"## {axis.replace('_', ' ')}", ""]
-        lines += _table(rows)
-        if axis == "compile_clients":
-            found = (
-                f"{'a vmap over all' if chunk == '0' else 'a loop over clients'}: "
-                f"{ratio:.2f}"
-                for chunk, ratio in report["compile_ratios"].items()
-            )
-            lines += ["", f"Most / least, trace and compilation: {', '.join(found)}."]
-    return "\n".join(lines) + "\n"
+        *parts,
+    )
 
 
 def _table(rows: list[dict]) -> list[str]:
-    lines = [
-        "| clients | devices | parameters | chunk | s a round | ms a client | trace s "
-        "| compile s | temporaries MiB | device peak MiB | process MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
+    def cells(row):
         seconds = row.get("seconds")
-        each = f"{1e3 * seconds['median'] / row['clients']:.3f}" if seconds else "-"
-        cells = [
+        return [
             f"{row['clients']:,}",
-            str(row["devices"]),
+            row["devices"],
             f"{row['parameters']:,}",
-            str(row["chunk_size"] or "all"),
-            _cell(seconds),
-            each,
-            _cell(row["trace_seconds"]),
-            _cell(row["compile_seconds"]),
-            _mebibytes(row["xla_temporary_bytes"]),
-            _mebibytes(row["device_peak_bytes"]),
-            _mebibytes(row["above_before_data_bytes"]),
+            row["chunk_size"] or "all",
+            cell(seconds),
+            f"{1e3 * seconds['median'] / row['clients']:.3f}" if seconds else "-",
+            cell(row["trace_seconds"]),
+            cell(row["compile_seconds"]),
+            mebibytes(row["xla_temporary_bytes"]),
+            mebibytes(row["device_peak_bytes"]),
+            mebibytes(row["above_before_data_bytes"]),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
-
-def _cell(values: dict[str, float] | None) -> str:
-    if values is None:
-        return "-"
-    return f"{values['median']:.3f} ({values['min']:.3f} to {values['max']:.3f})"
-
-
-def _mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / MIB:.1f}"
+    return table(
+        "clients | devices | parameters | chunk | s a round | ms a client | trace s | "
+        "compile s | temporaries MiB | device peak MiB | process MiB",
+        map(cells, rows),
+    )
 
 
 def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag")
     values = {axis: read_values(axis) for axis in AXES}
-    machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
-    try:
-        axes = {axis: measure(axis, v) for axis, v in values.items() if v}
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
-    machine["load_after"] = os.getloadavg()[0]
+    machine, axes = run(
+        argv, lambda: {axis: measure(axis, v) for axis, v in values.items() if v}, False
+    )
     keys = ("algorithm", "examples", "features", "batch_size", "rounds", "compiles")
     report = {
         "machine": machine,

@@ -1,16 +1,13 @@
 """A process of `scaling.py`: compiles a federation's round and runs it."""
 
-import time
-
 import jax
 import numpy as np
+from federations import CLASSES, build, compile_round, random_clients
 from worker import peak_memory, serve, timed
 
 import fedvi
-from fedvi import algorithms, nn
+from fedvi import nn
 from fedvi.cohort import clients_mesh
-
-CLASSES = 10
 
 
 def hidden_width(parameters: int, features: int) -> int:
@@ -40,24 +37,17 @@ class ScalingRounds:
         # Compilation is to be seen.
         jax.config.update("jax_enable_compilation_cache", False)
         self._before = peak_memory()
-        rng = np.random.default_rng(0)
-        data = fedvi.ClientData(
-            rng.normal(size=(clients, examples, features)).astype(np.float32),
-            rng.integers(0, CLASSES, (clients, examples)).astype(np.int32),
-            np.full(clients, examples, np.int32),
-        )
+        data = random_clients(clients, examples, (features,))
         width = hidden_width(parameters, features)
         model = nn.build(
             "mlp", classes=CLASSES, input_shape=(features,), hidden=(width, width)
         )
         training = fedvi.LocalTraining(batch_size=batch_size, learning_rate=0.01)
-        task = fedvi.Task(model, training, training, clients, clients * examples)
-        one_each = np.ones(clients, np.int32)
-        test = data._replace(x=data.x[:, :1], y=data.y[:, :1], size=one_each)
-        self._federation = fedvi.Federation(
-            algorithms.build(algorithm, task),
+        self._federation = build(
+            algorithm,
+            model,
+            training,
             data,
-            test,
             chunk_size=chunk_size or None,
             mesh=clients_mesh(devices),
         )
@@ -67,16 +57,8 @@ class ScalingRounds:
 
     def compile(self):
         """Traces and compiles the round afresh; seconds of either."""
-        jax.clear_caches()
-        federation = self._federation
-        start = time.perf_counter()
-        lowered = federation._jit_rounds.lower(self._state, federation.train, n=1)
-        traced = time.perf_counter()
-        self._compiled = lowered.compile()
-        return {
-            "trace_seconds": traced - start,
-            "compile_seconds": time.perf_counter() - traced,
-        }
+        self._compiled, seconds = compile_round(self._federation, self._state)
+        return seconds
 
     def round(self):
         """One round."""

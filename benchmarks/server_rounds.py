@@ -3,21 +3,19 @@
 from functools import partial
 from typing import Any
 
+import federations
 import jax
-import numpy as np
 from absl import flags
-from report import spread
+from federations import CLASSES
+from report import cell, spread, table
 from worker import timed
 
-from fedvi import ClientData, Federation, LocalTraining, Task, algorithms, nn, selection
-from fedvi.algorithm import Algorithm
+from fedvi import LocalTraining, nn, selection
 
 __all__ = [
-    "CLASSES",
     "INPUTS",
     "ROUNDS",
     "build",
-    "cell",
     "describe_rounds",
     "measure_rounds",
 ]
@@ -35,7 +33,7 @@ flags.DEFINE_integer(
 )
 FLAGS = flags.FLAGS
 
-INPUTS, CLASSES = 784, 10
+INPUTS = 784
 ROUNDS = {
     "fedavg": {},
     "fedbabu": {},
@@ -44,41 +42,32 @@ ROUNDS = {
 }
 
 
-def build(name: str, options: dict, hidden: int) -> Algorithm:
-    """The algorithm on an MLP with one hidden layer."""
+def build(name: str, options: dict, hidden: int, train, **how):
+    """The federation of an algorithm on an MLP with one hidden layer."""
     model = nn.build("mlp", classes=CLASSES, input_shape=(INPUTS,), hidden=(hidden,))
     training = LocalTraining(batch_size=FLAGS.batch_size)
-    task = Task(
-        model, training, training, FLAGS.clients, FLAGS.clients * FLAGS.examples
-    )
-    return algorithms.build(name, task, **options)
+    return federations.build(name, model, training, train, options=options, **how)
 
 
 def measure_rounds(methods: list[str]) -> dict[str, dict[str, Any]]:
     """Seconds a round by method, and over FedAvg's turn by turn."""
-    rng = np.random.default_rng(0)
-    shape = (FLAGS.clients, FLAGS.examples)
-    data = ClientData(
-        rng.normal(size=(*shape, INPUTS)).astype(np.float32),
-        rng.integers(0, CLASSES, shape).astype(np.int32),
-        np.full(FLAGS.clients, FLAGS.examples, np.int32),
-    )
-    test = ClientData(data.x[:, :1], data.y[:, :1], np.ones_like(data.size))
-    federations = {
-        name: Federation(
-            build(name, options, FLAGS.hidden),
+    data = federations.random_clients(FLAGS.clients, FLAGS.examples, (INPUTS,))
+    systems = {
+        name: build(
+            name,
+            options,
+            FLAGS.hidden,
             data,
-            test,
             selection=selection.uniform(FLAGS.clients, FLAGS.participants),
             chunk_size=FLAGS.chunk_size or None,
         )
         for name, options in ROUNDS.items()
         if name in ("fedavg", *methods)
     }
-    states = {name: f.init(jax.random.key(0)) for name, f in federations.items()}
-    times = {name: [] for name in federations}
+    states = {name: f.init(jax.random.key(0)) for name, f in systems.items()}
+    times = {name: [] for name in systems}
     for _ in range(1 + FLAGS.rounds):
-        for name, federation in federations.items():
+        for name, federation in systems.items():
             round = partial(federation.round, states[name])
             (states[name], metrics), taken = timed(
                 lambda round=round: jax.block_until_ready(round())
@@ -97,32 +86,28 @@ def measure_rounds(methods: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def describe_rounds(rounds: dict[str, Any], work: dict[str, Any]) -> list[str]:
-    """The lines of the report's page."""
+def describe_rounds(rounds: dict[str, Any], work: dict[str, Any]) -> list:
+    """The parts of the report's page."""
     if not rounds:
         return []
-    lines = [
-        "",
+    return [
         f"Whole rounds, {work['rounds']} of each: MLP {INPUTS}-{work['hidden']}-"
         f"{CLASSES}, {work['participants']} of {work['clients']} clients × "
         f"{work['examples']}, batch {work['batch_size']}, one epoch, chunk size "
         f"{work['chunk_size'] or 'all'}; pFedBayes: one step of q and one of w.",
-        "",
-        "| method | ms a round | over FedAvg, turn by turn | CPU-ms a round | over "
-        "FedAvg | first round s |",
-        "|---|---|---|---|---|---|",
+        table(
+            "method | ms a round | over FedAvg, turn by turn | CPU-ms a round | over "
+            "FedAvg | first round s",
+            (
+                [
+                    name,
+                    cell(row["seconds"], 1e3),
+                    cell(row["seconds_over_fedavg"]),
+                    cell(row["cpu_seconds"], 1e3),
+                    cell(row["cpu_seconds_over_fedavg"]),
+                    f"{row['first_round_seconds']:.2f}",
+                ]
+                for name, row in rounds.items()
+            ),
+        ),
     ]
-    for name, row in rounds.items():
-        lines.append(
-            f"| {name} | {cell(row['seconds'], 1e3)} | "
-            f"{cell(row['seconds_over_fedavg'])} | {cell(row['cpu_seconds'], 1e3)} | "
-            f"{cell(row['cpu_seconds_over_fedavg'])} | "
-            f"{row['first_round_seconds']:.2f} |"
-        )
-    return lines
-
-
-def cell(values: dict[str, float], unit: float = 1) -> str:
-    """Median (least to most), in a unit of which so many make one."""
-    median, low, high = (unit * values[key] for key in ("median", "min", "max"))
-    return f"{median:.3f} ({low:.3f} to {high:.3f})"

@@ -11,8 +11,6 @@ images), which tells what a method's penalty and server cost over FedAvg: FedBAB
 the body alone as FedHB does, without penalty. The methods take turns in both.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,19 +19,11 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 from counting import Work, moved_bytes
+from federations import CLASSES, random_clients
 from floors import describe_peaks, floors_of, measure_peaks, over_floor
-from report import describe_machine, spread, write
-from server_rounds import (
-    CLASSES,
-    INPUTS,
-    ROUNDS,
-    build,
-    cell,
-    describe_rounds,
-    measure_rounds,
-)
+from report import cell, describe, page, run, spread, table, write
+from server_rounds import INPUTS, ROUNDS, build, describe_rounds, measure_rounds
 
-from fedvi import ClientData
 from fedvi.algorithm import Aggregate
 
 flags.DEFINE_multi_float("size", [1e5, 1e6, 3.3e6], "Parameters, about.", lower_bound=1)
@@ -59,25 +49,18 @@ SERVERS = {
 
 def server_step(name: str, options: dict, hidden: int) -> tuple[Callable, Any, Any]:
     """`(server, aggregate) -> server`, and its two arguments to start with."""
-    algorithm = build(name, options, hidden)
+    train = random_clients(1, FLAGS.batch_size, (INPUTS,))
+    algorithm = build(name, options, hidden, train).algorithm
     key = jax.random.key(0)
     server = algorithm.init(key)
-    data = ClientData(
-        jnp.zeros((FLAGS.batch_size, INPUTS)),
-        jnp.zeros(FLAGS.batch_size, jnp.int32),
-        jnp.array(FLAGS.batch_size),
-    )
-    shapes = jax.eval_shape(
-        lambda: (
-            algorithm.client_update(
-                key,
-                0,
-                algorithm.broadcast(server),
-                algorithm.init_client(key, server),
-                data,
-            ).statistics
-        )
-    )
+
+    def summands(data):
+        sent = algorithm.broadcast(server)
+        client = algorithm.init_client(key, server)
+        upload = algorithm.client_update(key, 0, sent, client, data).upload
+        return algorithm.statistics(sent, upload)
+
+    shapes = jax.eval_shape(summands, jax.tree.map(lambda leaf: leaf[0], train))
     participants = jnp.array(float(FLAGS.participants))
     # The time does not depend on the values.
     statistics = jax.tree.map(lambda s: participants * jnp.ones(s.shape), shapes)
@@ -127,67 +110,55 @@ def measure_updates(size: int, peaks: dict | None) -> list[dict[str, Any]]:
 
 def markdown(report: dict) -> str:
     """The report as a Markdown page."""
-    machine, work = report["machine"], report["work"]
-    lines = [
-        "# Server updates, and what a round costs over FedAvg's",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
-        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after; jax "
-        f"{work['jax']}, {work['backend']}. Medians (min to max), the methods in turn.",
-        "",
-        describe_peaks(report["peaks"]) if report["peaks"] else "No peaks measured.",
-        "",
-        f"One server update, {work['calls']} calls. Bytes: state and aggregate that "
-        "are read, state that is written; what fits in the caches can be below the "
-        "floor, which is memory's.",
-        "",
-        "| method | parameters | MB that must move | ms | floor ms | measured / floor "
-        "| temporaries MB | compile s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report["updates"]:
-        floor = f"{1e3 * row['floor_seconds']:.3f}" if "over_floor" in row else "-"
-        cells = [
+    work = report["work"]
+
+    def cells(row):
+        known = "over_floor" in row
+        return [
             row["method"],
             f"{row['parameters']:,}",
             f"{row['bytes'] / 1e6:.2f}",
             cell(row["seconds"], 1e3),
-            floor,
-            f"{row['over_floor']:.1f}" if "over_floor" in row else "-",
+            f"{1e3 * row['floor_seconds']:.3f}" if known else "-",
+            f"{row['over_floor']:.1f}" if known else "-",
             f"{row['temporary_bytes'] / 1e6:.2f}",
             f"{row['compile_seconds']:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += describe_rounds(report["rounds"], work)
-    return "\n".join(lines) + "\n"
+
+    return page(
+        "Server updates, and what a round costs over FedAvg's",
+        f"{describe(report)} Medians (min to max), the methods in turn.",
+        describe_peaks(report["peaks"]),
+        f"One server update, {work['calls']} calls. Bytes: state and aggregate that "
+        "are read, state that is written; what fits in the caches can be below the "
+        "floor, which is memory's.",
+        table(
+            "method | parameters | MB that must move | ms | floor ms | measured / "
+            "floor | temporaries MB | compile s",
+            map(cells, report["updates"]),
+        ),
+        *describe_rounds(report["rounds"], work),
+    )
+
+
+def measure() -> dict[str, Any]:
+    """The peaks, the updates and the rounds."""
+    peaks = measure_peaks() if FLAGS.peak else None
+    sizes = FLAGS.size if FLAGS.calls else []
+    return {
+        "peaks": peaks,
+        "updates": [row for size in sizes for row in measure_updates(int(size), peaks)],
+        "rounds": measure_rounds(FLAGS.method) if FLAGS.rounds else {},
+    }
 
 
 def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag")
     # What compilation costs is to be seen.
     jax.config.update("jax_enable_compilation_cache", False)
-    machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
-    sizes = FLAGS.size if FLAGS.calls else []
-    try:
-        peaks = measure_peaks() if FLAGS.peak else None
-        updates = [row for size in sizes for row in measure_updates(int(size), peaks)]
-        rounds = measure_rounds(FLAGS.method) if FLAGS.rounds else {}
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
-    machine["load_after"] = os.getloadavg()[0]
+    machine, found = run(argv, measure)
     keys = ("calls", "rounds", "hidden", "clients", "participants", "examples")
-    report = {
-        "machine": machine,
-        "work": {
-            **{key: FLAGS[key].value for key in (*keys, "batch_size", "chunk_size")},
-            "jax": jax.__version__,
-            "backend": jax.default_backend(),
-        },
-        "peaks": peaks,
-        "updates": updates,
-        "rounds": rounds,
-    }
+    work = {key: FLAGS[key].value for key in (*keys, "batch_size", "chunk_size")}
+    report = {"machine": machine, "work": work, **found}
     write(report, markdown(report), FLAGS.out)
 
 

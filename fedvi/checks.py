@@ -1,6 +1,13 @@
-"""A user's mistakes, named in one line before anything is compiled."""
+"""A user's mistakes, named in one line before anything is compiled.
+
+What JAX traces has no value yet and passes.
+"""
 
 import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 __all__ = ["at_least", "finite", "fraction", "one_of", "open_unit", "positive"]
 
@@ -13,29 +20,29 @@ def one_of(name: str, value, choices) -> None:
 
 def at_least(name: str, value, least) -> None:
     """Raises `ValueError` unless `value >= least` (NaN fails)."""
-    if not value >= least:
-        raise ValueError(f"{name}={value!r} must be at least {least}")
+    _require(name, value, lambda v: v >= least, f"be at least {least}")
 
 
 def finite(name: str, value) -> None:
     """Raises `ValueError` for NaN and infinities."""
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be a finite number")
+    _require(name, value, math.isfinite, "be a finite number")
 
 
 def positive(name: str, value) -> None:
     """Raises `ValueError` unless `value > 0` (NaN fails)."""
-    if not value > 0:
-        raise ValueError(f"{name}={value!r} must be positive")
+    _require(name, value, lambda v: v > 0, "be positive")
 
 
 def fraction(name: str, value) -> None:
     """Raises `ValueError` unless `0 <= value < 1` (NaN fails)."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must lie in [0, 1)")
+    _require(name, value, lambda v: 0 <= v < 1, "lie in [0, 1)")
 
 
 def open_unit(name: str, value) -> None:
     """Raises `ValueError` unless `0 < value < 1` (NaN fails)."""
-    if not 0 < value < 1:
-        raise ValueError(f"{name}={value!r} must lie strictly between 0 and 1")
+    _require(name, value, lambda v: 0 < v < 1, "lie strictly between 0 and 1")
+
+
+def _require(name: str, value: Any, holds: Callable, what: str) -> None:
+    if not isinstance(value, jax.core.Tracer) and not holds(value):
+        raise ValueError(f"{name}={value!r} must {what}")

@@ -1,27 +1,78 @@
 """A posterior held by particles: scores of prior, likelihood and densities, prediction.
 
-What the Stein algorithms share. A particle set has leaves `[particles, ...]`; every
-function sees one client's data at most.
+What the Stein algorithms share. A particle is a vector: the network's weights, and with
+the hierarchical prior the log of their precision as one more coordinate. Every function
+sees one client's data at most.
 """
 
-import numbers
+import dataclasses
+import math
 import os
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import distrax
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedvi import checks
-from fedvi.nn import Model, parameter_count
-from fedvi.priors import Prior
+from fedvi import priors
+from fedvi.distributions.tree import Tree
+from fedvi.flat import Flat, Layout, flatten, trees
+from fedvi.nn import Model
+from fedvi.options import Options, option
 from fedvi.stein import KERNELS, kde_score, svgd_direction
 from fedvi.stein.kde import weakened_kde_score
+from fedvi.stein.kernels import Kernel
 
-__all__ = ["ParticlePosterior"]
+__all__ = ["ParticleOptions", "ParticlePosterior", "particle_posterior"]
 
 # Of a prediction: hundreds of particles shall not need that many times the activations.
 _PARTICLES_AT_ONCE = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticleOptions(Options):
+    """Options of a posterior held by particles."""
+
+    particles: int = option(
+        20, "N.", source="DSVGD's code: 6 for logistic regression", at_least=1
+    )
+    prior: Literal["gaussian", "hierarchical"] = option(
+        "gaussian",
+        "p_0 over the weights: of fixed precision, or with ξ ~ Gamma(gamma_shape, "
+        "gamma_rate) as their precision.",
+    )
+    precision: float = option(
+        math.e,
+        "λ of the gaussian prior.",
+        source="DSVGD's network",
+        above=0,
+        traced=True,
+    )
+    gamma_shape: float = option(1.0, "Of the hierarchical prior.", above=0, traced=True)
+    gamma_rate: float = option(
+        0.01,
+        "Of the hierarchical prior.",
+        source="the papers; DSVGD's code has 100",
+        above=0,
+        traced=True,
+    )
+    initial: Literal["prior", "network"] = option(
+        "prior",
+        "First particles: draws from p_0, or the network's own initial weights, which "
+        "a prior of precision e would drown in noise.",
+    )
+    kernel: Literal["rbf", "imq"] = option(
+        "rbf", "Of SVGD and the discrepancies.", source="rbf: the papers"
+    )
+    kde_bandwidth: float = option(
+        0.55,
+        "Standard deviation of the density estimates' kernel.",
+        source="DSVGD's code",
+        above=0,
+        traced=True,
+    )
+    kde: ClassVar[Literal["lse", "repo", "off"]] = "lse"  # an option of `dsvgd` alone
 
 
 class ParticlePosterior(NamedTuple):
@@ -29,119 +80,140 @@ class ParticlePosterior(NamedTuple):
 
     Attributes:
       model: the network and its likelihood.
-      prior: p_0 over particles.
-      particles: N.
-      initial: where particles start: "prior", draws from p_0; "network", the network's
-        own initial weights, which a prior of precision e would drown in noise.
-      kernel: of SVGD and the discrepancies, a key of `fedvi.stein.KERNELS`.
-      kde: ∇ log of a density that particles stand for: "lse", by log-sum-exp; "repo",
-        as DSVGD's public code (`weakened_kde_score`); "off", 0.
-      kde_bandwidth: standard deviation of the density estimate's kernel.
+      prior: p_0 over particles `[d]`.
+      layout: how a particle's first coordinates fall into the network's parameters.
+      options: number of particles, kernel and density estimate.
     """
 
     model: Model
-    prior: Prior
-    particles: int
-    initial: str = "prior"
-    kernel: str = "rbf"
-    kde: str = "lse"
-    kde_bandwidth: float = 0.55
+    prior: distrax.Distribution
+    layout: Layout
+    options: ParticleOptions
 
-    def check(self, kept: int) -> "ParticlePosterior":
-        """Returns itself.
+    @property
+    def kernel(self) -> Kernel:
+        """Of SVGD and the discrepancies."""
+        return KERNELS[self.options.kernel]
 
-        Args:
-          kept: particle sets that all clients together hold in memory.
-
-        Raises:
-          ValueError: an option outside its range, or more particles than fit in memory.
-        """
-        checks.one_of("initial", self.initial, ("prior", "network"))
-        checks.one_of("kernel", self.kernel, KERNELS)
-        checks.one_of("kde", self.kde, ("lse", "repo", "off"))
-        checks.positive("kde_bandwidth", self.kde_bandwidth)
-        checks.finite("kde_bandwidth", self.kde_bandwidth)
-        checks.at_least("particles", self.particles, 1)
-        if not isinstance(self.particles, numbers.Integral):
-            raise ValueError(f"particles={self.particles!r} must be a whole number")
-        most = _most_particles(self.model, kept)
-        if self.particles > most:
-            raise ValueError(
-                f"particles={self.particles} of {self.model.name} do not fit into this "
-                f"device's memory with {kept} sets of them for the clients: {most:,} do"
-            )
-        return self
-
-    def init(self, key) -> Any:
-        """N particles."""
+    def init(self, key) -> jax.Array:
+        """N particles, `[N, d]`."""
 
         def one(key):
             prior_key, network_key = jax.random.split(key)
-            particle = self.prior.sample(prior_key)
-            if self.initial == "prior":
+            particle = self.prior.sample(seed=prior_key)
+            if self.options.initial == "prior":
                 return particle
-            return self.prior.with_weights(particle, self.model.init(network_key))
+            weights = flatten(trees(self.model.init(network_key))).vector
+            return particle.at[: self.size].set(weights)
 
-        return jax.vmap(one)(jax.random.split(key, self.particles))
+        return jax.vmap(one)(jax.random.split(key, self.options.particles))
 
-    def prior_scores(self, particles: Any) -> Any:
-        """∇ log p_0 at every particle."""
+    @property
+    def size(self) -> int:
+        """Number of the network's weights."""
+        return sum(self.layout.sizes)
+
+    def parameters(self, particle: jax.Array) -> Any:
+        """The network's parameters in a particle `[d]`, a view."""
+        return Flat(particle[: self.size], self.layout).tree()
+
+    def prior_scores(self, particles: jax.Array) -> jax.Array:
+        """`[N, d]` ∇ log p_0 at every particle."""
         return jax.vmap(jax.grad(self.prior.log_prob))(particles)
 
-    def likelihood_scores(self, particles: Any, batch, size) -> tuple[Any, jax.Array]:
-        """∇ log p_k at every particle, from a minibatch, and the mean loss.
+    def likelihood_scores(self, particles: jax.Array, batch, size):
+        """∇ log p_k at every particle `[N, d]`, from a minibatch, and the mean loss.
 
         The minibatch's mean stands for that of all the client's examples:
         log p_k(θ) ≈ size · mean log p(y|x, θ).
 
         Args:
-          particles: leaves `[N, ...]`.
+          particles: `[N, d]`.
           batch: `Batch` of the client.
           size: `[]` the client's number of examples.
         """
 
         def loss(particle):
-            weights = self.prior.weights(particle)
-            outputs = self.model.apply(weights, batch.x, batch.mask)
+            outputs = self.model.apply(self.parameters(particle), batch.x, batch.mask)
             return self.model.loss(outputs, batch.y, batch.mask)
 
         losses, gradients = jax.vmap(jax.value_and_grad(loss))(particles)
-        return jax.tree.map(lambda g: -size * g, gradients), losses.mean()
+        return -size * gradients, losses.mean()
 
-    def density_scores(self, points: Any, particles: Any) -> Any:
+    def density_scores(self, points: jax.Array, particles: jax.Array) -> jax.Array:
         """∇ log q at `points`, for the density q that `particles` stand for."""
-        if self.kde == "off":
-            return jax.tree.map(jnp.zeros_like, points)
-        score = kde_score if self.kde == "lse" else weakened_kde_score
-        return score(points, particles, bandwidth=self.kde_bandwidth)
+        if self.options.kde == "off":
+            return jnp.zeros_like(points)
+        score = kde_score if self.options.kde == "lse" else weakened_kde_score
+        return score(points, particles, bandwidth=self.options.kde_bandwidth)
 
-    def step(self, optimizer, particles: Any, scores: Any, moments: Any):
+    def step(self, optimizer, particles: jax.Array, scores: jax.Array, moments: Any):
         """One step of SVGD for the density with these scores: (particles, moments)."""
-        ascent = svgd_direction(particles, scores, kernel=KERNELS[self.kernel])
-        gradient = jax.tree.map(jnp.negative, ascent)
-        updates, moments = optimizer.update(gradient, moments, particles)
+        ascent = svgd_direction(particles, scores, kernel=self.kernel)
+        updates, moments = optimizer.update(-ascent, moments, particles)
         return optax.apply_updates(particles, updates), moments
 
-    def predict(self, particles: Any, x, mask=None) -> jax.Array:
+    def predict(self, particles: jax.Array, x, mask=None) -> jax.Array:
         """Log class probabilities `[N, batch, classes]` of every particle."""
 
         def one(particle):
-            weights = self.prior.weights(particle)
-            return jax.nn.log_softmax(self.model.apply(weights, x, mask))
+            logits = self.model.apply(self.parameters(particle), x, mask)
+            return jax.nn.log_softmax(logits)
 
-        if self.particles <= _PARTICLES_AT_ONCE:
+        if len(particles) <= _PARTICLES_AT_ONCE:
             return jax.vmap(one)(particles)
         return jax.lax.map(one, particles, batch_size=_PARTICLES_AT_ONCE)
 
+    def distribution(self, particles: jax.Array) -> Tree:
+        """Over the network's parameters, what the particles stand for.
 
-def _most_particles(model: Model, kept: int) -> int:
-    """Particles that memory could hold, roughly.
+        With kde="lse" their kernel density estimate; else, where the algorithm has no
+        density of theirs to speak of, all mass on the particles, 1/N each (`log_prob`
+        is with respect to counting). The log precision is left out.
+        """
+        weights = particles[:, : self.size]
+        kernel = distrax.Deterministic(weights)
+        if self.options.kde == "lse":
+            kernel = distrax.Normal(weights, self.options.kde_bandwidth)
+        shares = distrax.Categorical(logits=jnp.zeros(len(weights)))
+        components = distrax.Independent(kernel, 1)
+        return Tree(distrax.MixtureSameFamily(shares, components), self.layout)
 
-    Beside the clients' sets a visit has ten at once: global and local particles, frozen
-    densities, scores, direction, moments and temporaries.
+
+def particle_posterior(
+    model: Model, options: ParticleOptions, kept: int
+) -> ParticlePosterior:
+    """The particle posterior that options describe.
+
+    Args:
+      model: the network.
+      options: the others'.
+      kept: particle sets that all clients together hold in memory.
+
+    Raises:
+      ValueError: more particles than fit in memory.
     """
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    layout = jax.eval_shape(
+        lambda key: flatten(trees(model.init(key))), jax.random.key(0)
+    ).layout
+    size = sum(layout.sizes)
+    if options.prior == "gaussian":
+        prior = priors.gaussian(size, options.precision)
+    else:
+        prior = priors.Hierarchical(size, options.gamma_shape, options.gamma_rate)
+    # Beside the clients' sets a visit has ten at once: global and local particles,
+    # frozen densities, scores, direction, moments and temporaries.
+    most = max(1, _memory() // ((kept + 10) * 4 * size))
+    if options.particles > most:
+        raise ValueError(
+            f"particles={options.particles} of {model.name} do not fit into this "
+            f"device's memory with {kept} sets of them for the clients: {most:,} do"
+        )
+    return ParticlePosterior(model, prior, layout, options)
+
+
+def _memory() -> int:
+    """Bytes of the device, or of the host where the device does not say."""
     stats = jax.local_devices()[0].memory_stats() or {}
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = stats.get("bytes_limit", physical)
-    return max(1, memory // ((kept + 10) * 4 * parameter_count(shapes)))
+    return stats.get("bytes_limit", physical)

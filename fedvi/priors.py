@@ -1,123 +1,67 @@
-"""Gaussian priors over a network's weights, and what is a particle under each."""
+"""Gaussian priors over a network's weights: distributions over vectors."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
+import distrax
 import jax
 import jax.numpy as jnp
 
-from fedvi import checks
-from fedvi.distributions.draws import standard_normal_like
-from fedvi.nn import Model, parameter_count
-
-__all__ = ["Prior", "WithPrecision", "gaussian", "hierarchical"]
+__all__ = ["Hierarchical", "gaussian"]
 
 
-class Prior(NamedTuple):
-    """A prior density p_0 over particles.
-
-    Attributes:
-      sample: `(key) -> particle`, from p_0.
-      log_prob: `(particle) -> []`, normalised.
-      weights: `(particle) -> params`, the network's weights.
-      with_weights: `(particle, params) -> particle`, with other weights.
-    """
-
-    sample: Callable[[jax.Array], Any]
-    log_prob: Callable[[Any], jax.Array]
-    weights: Callable[[Any], Any]
-    with_weights: Callable[[Any, Any], Any]
-
-
-class WithPrecision(NamedTuple):
-    """A particle under the hierarchical prior.
-
-    Attributes:
-      weights: the network's parameters.
-      log_precision: `[]` log ξ.
-    """
-
-    weights: Any
-    log_precision: jax.Array
-
-
-def gaussian(model: Model, precision: float) -> Prior:
-    """w ~ N(0, I / precision); a particle is the weights.
+def gaussian(size: int, precision: float | jax.Array) -> distrax.Distribution:
+    """w ~ N(0, I / precision), over vectors `[size]`.
 
     Args:
-      model: whose parameters w are, biases included.
+      size: number of weights, biases included.
       precision: λ > 0 (DSVGD's network: e).
-
-    Raises:
-      ValueError: the precision is not positive and finite.
     """
-    checks.positive("precision", precision)
-    checks.finite("precision", precision)
-    log_precision = math.log(precision)
-
-    def sample(key):
-        return _draw(model, key, -0.5 * log_precision)
-
-    return Prior(
-        sample=sample,
-        log_prob=lambda weights: _log_normal(weights, log_precision),
-        weights=lambda particle: particle,
-        with_weights=lambda particle, weights: weights,
-    )
+    std = jnp.exp(-0.5 * jnp.log(precision))
+    return distrax.Independent(distrax.Normal(jnp.zeros(size), std), 1)
 
 
-def hierarchical(model: Model, shape: float, rate: float) -> Prior:
-    r"""w | ξ ~ N(0, I / ξ), ξ ~ Gamma(shape, rate); a particle is (w, log ξ).
+class Hierarchical(distrax.Distribution):
+    r"""w | ξ ~ N(0, I / ξ), ξ ~ Gamma(shape, rate), over vectors (w, log ξ).
 
     $\log p_0(w, \log\xi) = \log N(w; 0, I/\xi) + \log \mathrm{Gamma}(\xi) + \log\xi$:
     the last is the Jacobian of ξ with respect to log ξ.
 
     Args:
-      model: whose parameters w are.
+      size: number of weights; a vector has one more coordinate, log ξ, its last.
       shape: a > 0 (1).
       rate: b > 0, so that E[ξ] = a / b. The papers say Gamma(1, 0.01) and Liu and
         Wang's code means a rate of 0.01; DSVGD's code has a rate of 100.
-
-    Raises:
-      ValueError: shape or rate is not positive and finite.
     """
-    for name, value in (("gamma_shape", shape), ("gamma_rate", rate)):
-        checks.positive(name, value)
-        checks.finite(name, value)
-    normaliser = shape * math.log(rate) - math.lgamma(shape)
 
-    def sample(key):
+    def __init__(self, size: int, shape: float | jax.Array, rate: float | jax.Array):
+        super().__init__()
+        self.size, self.shape, self.rate = size, shape, rate
+
+    def _sample_n(self, key: jax.Array, n: int) -> jax.Array:
         precision_key, key = jax.random.split(key)
         # The log of the draw itself: a small shape's draws round to 0.
-        log_precision = jax.random.loggamma(precision_key, shape) - math.log(rate)
-        return WithPrecision(_draw(model, key, -0.5 * log_precision), log_precision)
+        log_gamma = jax.random.loggamma(precision_key, self.shape, (n, 1))
+        log_precision = log_gamma - jnp.log(self.rate)
+        noise = jax.random.normal(key, (n, self.size))
+        weights = jnp.exp(-0.5 * log_precision) * noise
+        return jnp.concatenate([weights, log_precision], axis=1)
 
-    def log_prob(particle):
-        weights, log_precision = particle
-        log_gamma = normaliser + shape * log_precision - rate * jnp.exp(log_precision)
-        return _log_normal(weights, log_precision) + log_gamma
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        """`[*sample_shape]`, at (w, log ξ)."""
+        weights, log_precision = value[..., :-1], value[..., -1]
+        precision = jnp.exp(log_precision)
+        squares = jnp.sum(jnp.square(weights), axis=-1)
+        log_normal = self.size * (log_precision - math.log(2 * math.pi))
+        log_gamma = self.shape * (log_precision + jnp.log(self.rate))
+        log_gamma -= self.rate * precision + jax.lax.lgamma(jnp.float32(self.shape))
+        return 0.5 * (log_normal - precision * squares) + log_gamma
 
-    return Prior(
-        sample=sample,
-        log_prob=log_prob,
-        weights=lambda particle: particle.weights,
-        with_weights=lambda particle, weights: particle._replace(weights=weights),
-    )
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """`(size + 1,)`."""
+        return (self.size + 1,)
 
-
-def _draw(model: Model, key: jax.Array, log_std):
-    shapes = jax.eval_shape(model.init, key)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    noise = standard_normal_like(key, zeros)
-    return jax.tree.map(lambda z: jnp.exp(log_std) * z, noise)
-
-
-def _log_normal(weights, log_precision):
-    """log N(w; 0, I exp(-log_precision))."""
-    squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(weights))
-    count = parameter_count(weights)
-    return 0.5 * (
-        count * (log_precision - math.log(2 * math.pi))
-        - jnp.exp(log_precision) * squares
-    )
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Always ()."""
+        return ()

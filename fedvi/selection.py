@@ -12,6 +12,8 @@ from fedvi import checks
 
 __all__ = ["Choice", "Selection", "full", "proportional", "round_robin", "uniform"]
 
+Candidates = Sequence[int] | np.ndarray | None
+
 
 class Choice(NamedTuple):
     """How a selection that goes by the clients' importance came to its cohort.
@@ -54,31 +56,28 @@ class Selection(NamedTuple):
     candidates: np.ndarray | None = None
 
 
-def _check(clients: int, participants: int) -> None:
-    whole = isinstance(participants, numbers.Integral)
-    if not whole or not 1 <= participants <= clients:
+def _ids(
+    clients: int, candidates: Candidates, participants: int | None = None
+) -> np.ndarray:
+    """The candidates' ids in order, `[N]` int32; None participants are all of them."""
+    ids = np.arange(clients, dtype=np.int32)
+    if candidates is not None:
+        ids = np.unique(np.asarray(candidates, np.int32))
+        if len(ids) < len(candidates) or not ((0 <= ids) & (ids < clients)).all():
+            raise ValueError(
+                f"candidates={np.asarray(candidates).tolist()} must be different "
+                f"client ids from 0 to {clients - 1}"
+            )
+    number = len(ids) if participants is None else participants
+    if not isinstance(number, numbers.Integral) or not 1 <= number <= len(ids):
         raise ValueError(
-            f"participants={participants} must be a whole number between 1 and the "
-            f"number of clients ({clients})"
-        )
-
-
-def _ids(clients: int, candidates: Sequence[int] | np.ndarray | None) -> np.ndarray:
-    """The candidates' ids in order, `[N]` int32."""
-    if candidates is None:
-        return np.arange(clients, dtype=np.int32)
-    ids = np.unique(np.asarray(candidates, np.int32))
-    if len(ids) < len(candidates) or not ((0 <= ids) & (ids < clients)).all():
-        raise ValueError(
-            f"candidates={np.asarray(candidates).tolist()} must be different client "
-            f"ids from 0 to {clients - 1}"
+            f"participants={number} must be a whole number between 1 and the number "
+            f"of clients ({len(ids)})"
         )
     return ids
 
 
-def full(
-    clients: int, candidates: Sequence[int] | np.ndarray | None = None
-) -> Selection:
+def full(clients: int, candidates: Candidates = None) -> Selection:
     """Every client, every round, in order of id.
 
     Args:
@@ -89,7 +88,6 @@ def full(
       ValueError: no clients, or candidates that are not different ids.
     """
     ids = _ids(clients, candidates)
-    _check(len(ids), len(ids))
 
     def select(key, round, scores, counts):
         return jnp.asarray(ids), ()
@@ -98,9 +96,7 @@ def full(
 
 
 def uniform(
-    clients: int,
-    participants: int,
-    candidates: Sequence[int] | np.ndarray | None = None,
+    clients: int, participants: int, candidates: Candidates = None
 ) -> Selection:
     """`participants` of the clients, uniformly without replacement.
 
@@ -113,8 +109,7 @@ def uniform(
       ValueError: participants not a whole number from 1 to the number of candidates,
         or candidates that are not different ids.
     """
-    ids = _ids(clients, candidates)
-    _check(len(ids), participants)
+    ids = _ids(clients, candidates, participants)
     if participants == len(ids):
         return full(clients, ids)
 
@@ -124,9 +119,7 @@ def uniform(
     return Selection(clients, participants, select, candidates=ids)
 
 
-def round_robin(
-    clients: int, participants: int, order: Sequence[int] | np.ndarray | None = None
-) -> Selection:
+def round_robin(clients: int, participants: int, order: Candidates = None) -> Selection:
     """The next `participants` of the clients, in a fixed order, over and over.
 
     Args:
@@ -139,8 +132,7 @@ def round_robin(
       ValueError: participants not a whole number from 1 to the number of turns, or an
         order that is not of different ids.
     """
-    ids = _ids(clients, order)
-    _check(len(ids), participants)
+    ids = _ids(clients, order, participants)
     turns = np.asarray(ids if order is None else order, np.int32)
 
     def select(key, round, scores, counts):
@@ -157,7 +149,7 @@ def proportional(
     *,
     temperature: float = 1.0,
     floor: float = 1e-6,
-    candidates: Sequence[int] | np.ndarray | None = None,
+    candidates: Candidates = None,
 ) -> Selection:
     r"""In proportion to the clients' importance, a cohort without replacement.
 
@@ -184,8 +176,7 @@ def proportional(
       ValueError: as `uniform`; a negative or NaN temperature, or a floor outside
         [0, 1].
     """
-    ids = _ids(clients, candidates)
-    _check(len(ids), participants)
+    ids = _ids(clients, candidates, participants)
     checks.at_least("temperature", temperature, 0)
     if not isinstance(measure, str):
         raise ValueError(f"measure={measure!r} must be a name in Algorithm.importance")

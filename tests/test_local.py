@@ -1,10 +1,22 @@
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fedvi.data import ClientData
-from fedvi.local import Batch, LocalTraining, cross_entropy, fold_minibatches, minimise
+from fedvi.flat import Flat, flatten, trees
+from fedvi.local import (
+    Batch,
+    LocalTraining,
+    cross_entropy,
+    fold_minibatches,
+    layerwise,
+    minimise,
+)
 
 CAPACITY, FEATURES = 500, 4
 X = np.random.default_rng(0).normal(size=(CAPACITY, FEATURES)).astype(np.float32)
@@ -192,30 +204,64 @@ def test_steps_replace_epochs(size, steps):
     assert counts[size:].sum() == 0
 
 
-def test_adam_is_optax_adam():
-    training = LocalTraining(
-        epochs=3, batch_size=64, learning_rate=0.01, optimizer="adam"
-    )
+def whole_batch(optimizer, params, loss, epochs=3):
+    """Steps on all of the data at once: their order does not matter."""
+    training = LocalTraining(epochs, 64, learning_rate=0.01, optimizer=optimizer)
     data = ClientData(jnp.asarray(X[:64]), jnp.asarray(Y[:64]), jnp.int32(64))
+    return minimise(jax.random.key(0), 0, params, data, training, loss)[0]
 
-    def loss(key, weights, batch):
-        return cross_entropy(batch.x @ weights, batch.y, batch.mask)
 
-    trained, _ = minimise(
-        jax.random.key(0), 0, jnp.zeros((FEATURES, 3)), data, training, loss
+def reference_steps(transform, params, loss, steps=3):
+    """The same by optax alone."""
+    batch = Batch(jnp.asarray(X[:64]), jnp.asarray(Y[:64]), jnp.ones(64, bool))
+    state = transform.init(params)
+    for _ in range(steps):
+        gradient = jax.grad(lambda p: loss(None, p, batch))(params)
+        updates, state = transform.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def two_layers(key, params, batch):
+    w = trees(params)
+    hidden = jnp.tanh(batch.x @ w["first"])
+    return cross_entropy(hidden @ w["second"], batch.y, batch.mask)
+
+
+LAYERS = {
+    "first": jnp.asarray(X[:FEATURES]),
+    "second": 0.1 * jnp.asarray(X[FEATURES : 2 * FEATURES, :3]),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "transform"),
+    [
+        ("adam", optax.adam(0.01)),
+        (optax.adamw, optax.adamw(0.01)),
+        (partial(optax.sgd, nesterov=True, momentum=0.5), optax.sgd(0.01, 0.5, True)),
+    ],
+)
+def test_optimisers_by_name_and_of_your_own_are_optaxs(given, transform):
+    found = whole_batch(given, flatten(LAYERS), two_layers)
+    expected = reference_steps(transform, LAYERS, two_layers)
+    assert isinstance(found, Flat)
+    chex.assert_trees_all_close(found.tree(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_lamb_sees_layers_if_asked_to():
+    """Its step depends on a layer's norm: on one vector it is another method."""
+    flat = flatten(LAYERS)
+    whole, by_layer = (
+        optimizer(0.01) for optimizer in (optax.lamb, layerwise(optax.lamb))
     )
-    weights = np.zeros((FEATURES, 3))
-    first, second = np.zeros_like(weights), np.zeros_like(weights)
-    for t in range(1, 4):  # the whole data set is one batch: order does not matter
-        logits = X[:64].astype(np.float64) @ weights
-        p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        p[np.arange(64), Y[:64]] -= 1
-        gradient = X[:64].T @ p / 64
-        first = 0.9 * first + 0.1 * gradient
-        second = 0.999 * second + 0.001 * gradient**2
-        scaled = (first / (1 - 0.9**t)) / (np.sqrt(second / (1 - 0.999**t)) + 1e-8)
-        weights -= 0.01 * scaled
-    np.testing.assert_allclose(trained, weights, rtol=1e-4, atol=1e-6)
+    on_tree = reference_steps(whole, LAYERS, two_layers)
+    layered = reference_steps(by_layer, flat, two_layers)
+    chex.assert_trees_all_close(layered.tree(), on_tree, rtol=1e-4, atol=1e-6)
+    vector = reference_steps(whole, flat, two_layers)
+    assert np.abs(vector.vector - layered.vector).max() > 1e-3
+    found = whole_batch(layerwise(optax.lamb), flat, two_layers)
+    chex.assert_trees_all_close(found.tree(), on_tree, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop"])

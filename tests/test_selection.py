@@ -1,5 +1,7 @@
 """Who is chosen how often, and what a user gets told."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,26 +17,11 @@ def chosen(selection, key, round=0):
     return ids
 
 
-def test_full_is_everyone_in_order():
-    selection = full(5)
+@pytest.mark.parametrize("selection", [full(5), uniform(5, 5)])
+def test_everyone_takes_part_in_order(selection):
     ids = chosen(selection, jax.random.key(0))
     assert selection.size == 5
     np.testing.assert_array_equal(ids, np.arange(5))
-
-
-def test_uniform_draws_different_clients_uniformly():
-    selection = uniform(6, 2)
-    keys = jax.random.split(jax.random.key(0), 3000)
-    ids = np.asarray(jax.vmap(lambda key: chosen(selection, key))(keys))
-    assert (ids[:, 0] != ids[:, 1]).all()
-    share = np.bincount(ids.ravel(), minlength=6) / len(keys)
-    # Each client takes part with probability 1/3; 4.5 standard errors.
-    assert np.abs(share - 1 / 3).max() < 4.5 * np.sqrt(2 / 9 / len(keys))
-
-
-def test_uniform_of_everyone_is_full_participation():
-    ids = chosen(uniform(4, 4), jax.random.key(0))
-    np.testing.assert_array_equal(ids, np.arange(4))
 
 
 def test_uniform_without_candidates_draws_as_ever():
@@ -48,7 +35,7 @@ def test_uniform_without_candidates_draws_as_ever():
             np.testing.assert_array_equal(ids, expected)
 
 
-def test_uniform_draws_among_the_candidates_only():
+def test_uniform_draws_different_candidates_uniformly():
     selection = uniform(9, 2, candidates=[7, 1, 4])
     assert (selection.clients, selection.size) == (9, 2)
     assert selection.candidates.tolist() == [1, 4, 7]
@@ -121,17 +108,33 @@ EVERYONE = np.ones(6, bool)
 DRAWS = 4000
 
 
-def draw(selection, scores=SCORES, counts=EVERYONE, draws=DRAWS):
-    """(ids [draws, size], the choice of the first draw)."""
+@functools.cache
+def sampler(size, floor):
+    """`(scores, counts) -> (ids [DRAWS, size], choices)`, compiled once."""
+    selection = proportional(6, size, "ksd", floor=floor)
+    keys = jax.random.split(jax.random.key(0), DRAWS)
 
     @jax.jit
     def run(scores, counts):
-        keys = jax.random.split(jax.random.key(0), draws)
         return jax.vmap(lambda key: selection.select(key, 0, scores, counts))(keys)
 
-    ids, choice = run(jnp.float32(scores), jnp.asarray(counts))
-    assert ids.dtype == jnp.int32
+    return run
+
+
+def sample(size, floor, scores=SCORES, counts=EVERYONE):
+    """(ids [DRAWS, size], the choice of the first draw)."""
+    ids, choice = sampler(size, floor)(jnp.float32(scores), jnp.asarray(counts))
     return np.asarray(ids), jax.tree.map(lambda leaf: np.asarray(leaf[0]), choice)
+
+
+def draw(selection, scores=SCORES, counts=EVERYONE, draws=1):
+    """The same of few draws of any selection, not compiled."""
+    scores, counts = jnp.float32(scores), jnp.asarray(counts)
+    keys = jax.random.split(jax.random.key(0), draws)
+    found = [selection.select(key, 0, scores, counts) for key in keys]
+    ids = np.stack([ids for ids, _ in found])
+    assert ids.dtype == jnp.int32
+    return ids, jax.tree.map(np.asarray, found[0][1])
 
 
 @pytest.mark.parametrize(
@@ -145,84 +148,29 @@ def draw(selection, scores=SCORES, counts=EVERYONE, draws=DRAWS):
         (0, 0.0, [1, 0, 0, 0, 0, 0]),
     ],
 )
-def test_clients_are_drawn_in_proportion(temperature, floor, weights):
-    """(1 - f) s^(1/T) / Σ + f / N, and as often as that."""
+def test_probabilities_are_in_proportion(temperature, floor, weights):
+    """(1 - f) s^(1/T) / Σ + f / N, whatever the scale of the scores."""
     selection = proportional(6, 1, "ksd", temperature=temperature, floor=floor)
     assert selection.measure == "ksd"
-    ids, choice = draw(selection)
     expected = (1 - floor) * np.array(weights) / np.sum(weights) + floor / 6
-    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5, atol=1e-8)
-    share = np.bincount(ids[:, 0], minlength=6) / DRAWS
-    errors = np.sqrt(expected * (1 - expected) / DRAWS)
-    assert (np.abs(share - expected) <= 4.5 * errors + 1e-9).all()
+    for scale in (1, 1e-35, 1e35):
+        _, choice = draw(selection, np.float32(scale) * SCORES)
+        np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-4, atol=1e-8)
+    _, choice = draw(selection)
     np.testing.assert_allclose(choice.clipped, 4 / 12, rtol=1e-6)
     assert not choice.uniform and not choice.invalid.any()
 
 
-def test_a_greedy_cohort_is_that_of_the_largest_scores():
-    """Whatever the floor; only ties are left to chance. A tiny T comes to the same."""
-    ids, choice = draw(proportional(6, 3, "ksd", temperature=0, floor=0.3), draws=200)
-    assert (ids[:, 0] == 0).all() and (np.sort(ids[:, 1:], axis=1) == [3, 5]).all()
-    assert set(ids[:, 1]) == {3, 5}
-    assert choice.probabilities.tolist() == [1, 0, 0, 0, 0, 0]
-    ids, _ = draw(proportional(6, 4, "ksd", temperature=1e-3, floor=0.0), draws=200)
-    assert (ids[:, 0] == 0).all() and (ids[:, 3] == 1).all()
-
-
-def test_scores_of_any_size_neither_overflow_nor_vanish():
-    for scale in (1e-35, 1e35):
-        selection = proportional(6, 1, "ksd", temperature=0.5, floor=0.0)
-        _, choice = draw(selection, np.float32(scale) * SCORES, draws=1)
-        expected = np.array([9, 1, 0, 4, 0, 4]) / 18
-        np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-4)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_score_that_is_not_finite_is_never_drawn_and_reported(bad):
-    scores = SCORES.copy()
-    scores[0] = bad
-    ids, choice = draw(proportional(6, 1, "ksd", floor=0.5), scores)
-    assert choice.probabilities[0] == 0 and 0 not in ids
-    assert choice.invalid.tolist() == [True] + 5 * [False]
-    expected = np.array([0, 2, 1, 3, 1, 3]) / 10
-    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5)
-    np.testing.assert_allclose(choice.clipped, 4 / 9, rtol=1e-6)
-
-
-@pytest.mark.parametrize("scores", [np.zeros(6), -SCORES.clip(0)])
-def test_without_a_positive_score_all_have_the_same_chance(scores):
-    counts = EVERYONE.copy()
-    counts[1] = False
-    ids, choice = draw(proportional(6, 1, "ksd"), scores, counts)
-    assert choice.uniform and not choice.invalid.any()
-    expected = counts / 5
-    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-6)
+def test_clients_are_drawn_as_often_as_their_probabilities_say():
+    ids, choice = sample(1, 0.3)
     share = np.bincount(ids[:, 0], minlength=6) / DRAWS
-    assert np.abs(share - expected).max() < 4.5 * np.sqrt(0.16 / DRAWS)
-
-
-def test_if_no_report_is_finite_the_round_still_finds_someone_with_data():
-    counts = EVERYONE.copy()
-    counts[1] = False
-    ids, choice = draw(proportional(6, 2, "ksd"), np.full(6, np.nan), counts)
-    assert choice.uniform and choice.invalid.tolist() == counts.tolist()
-    assert set(ids.ravel().tolist()) == {0, 2, 3, 4, 5}
-
-
-def test_empty_clients_are_never_chosen_before_others():
-    counts = np.array([False, True, True, False, True, True])
-    ids, choice = draw(proportional(6, 4, "ksd", floor=0.0), SCORES, counts)
-    assert set(ids.ravel().tolist()) == {1, 2, 4, 5}
-    np.testing.assert_allclose(choice.probabilities, [0, 1 / 3, 0, 0, 0, 2 / 3])
-    assert not choice.invalid.any()  # without data is not without a finite report
-    # Those of positive probability come first: 1 and 5 are in every cohort of two.
-    ids, _ = draw(proportional(6, 2, "ksd", floor=0.0), SCORES, counts)
-    assert (np.sort(ids, axis=1) == [1, 5]).all()
+    p = choice.probabilities
+    assert (np.abs(share - p) <= 4.5 * np.sqrt(p * (1 - p) / DRAWS)).all()
 
 
 def test_a_cohort_is_drawn_without_replacement():
     """Successive draws: P(first, second) = P_i P_j / (1 - P_i)."""
-    ids, choice = draw(proportional(6, 2, "ksd", floor=0.0))
+    ids, choice = sample(2, 0.0)
     assert (ids[:, 0] != ids[:, 1]).all()
     p = choice.probabilities
     joint = np.outer(p, p) / (1 - p)[:, None]
@@ -233,22 +181,75 @@ def test_a_cohort_is_drawn_without_replacement():
     assert (np.abs(found - joint) <= 4.5 * errors + 1e-9).all()
 
 
+def test_a_greedy_cohort_is_that_of_the_largest_scores():
+    """Whatever the floor; only ties are left to chance. A tiny T comes to the same."""
+    greedy = proportional(6, 3, "ksd", temperature=0, floor=0.3)
+    ids, choice = draw(greedy, draws=20)
+    assert (ids[:, 0] == 0).all() and (np.sort(ids[:, 1:], axis=1) == [3, 5]).all()
+    assert set(ids[:, 1]) == {3, 5}
+    assert choice.probabilities.tolist() == [1, 0, 0, 0, 0, 0]
+    ids, _ = draw(proportional(6, 4, "ksd", temperature=1e-3, floor=0.0), draws=20)
+    assert (ids[:, 0] == 0).all() and (ids[:, 3] == 1).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_not_finite_is_never_drawn_and_reported(bad):
+    scores = SCORES.copy()
+    scores[0] = bad
+    ids, choice = sample(1, 0.3, scores)
+    assert choice.probabilities[0] == 0 and 0 not in ids
+    assert choice.invalid.tolist() == [True] + 5 * [False]
+    expected = 0.7 * np.array([0, 1, 0, 2, 0, 2]) / 5 + 0.06 * (np.arange(6) > 0)
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5)
+    np.testing.assert_allclose(choice.clipped, 4 / 9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scores", [np.zeros(6), -SCORES.clip(0)])
+def test_without_a_positive_score_all_have_the_same_chance(scores):
+    counts = EVERYONE.copy()
+    counts[1] = False
+    ids, choice = sample(1, 0.3, scores, counts)
+    assert choice.uniform and not choice.invalid.any()
+    expected = counts / 5
+    np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-6)
+    share = np.bincount(ids[:, 0], minlength=6) / DRAWS
+    assert np.abs(share - expected).max() < 4.5 * np.sqrt(0.16 / DRAWS)
+
+
+def test_if_no_report_is_finite_the_round_still_finds_someone_with_data():
+    counts = EVERYONE.copy()
+    counts[1] = False
+    ids, choice = sample(2, 0.0, np.full(6, np.nan), counts)
+    assert choice.uniform and choice.invalid.tolist() == counts.tolist()
+    assert set(ids.ravel().tolist()) == {0, 2, 3, 4, 5}
+
+
+def test_empty_clients_are_never_chosen_before_others():
+    counts = np.array([False, True, True, False, True, True])
+    four = proportional(6, 4, "ksd", floor=0.0)
+    ids, choice = draw(four, SCORES, counts, draws=20)
+    assert set(ids.ravel().tolist()) == {1, 2, 4, 5}
+    np.testing.assert_allclose(choice.probabilities, [0, 1 / 3, 0, 0, 0, 2 / 3])
+    assert not choice.invalid.any()  # without data is not without a finite report
+    # Those of positive probability come first: 1 and 5 are in every cohort of two.
+    ids, _ = sample(2, 0.0, SCORES, counts)
+    assert (np.sort(ids, axis=1) == [1, 5]).all()
+
+
 def test_only_candidates_are_drawn():
     selection = proportional(6, 2, "ksd", floor=0.5, candidates=[5, 2, 1])
-    scores = np.where(np.isin(np.arange(6), [1, 2, 5]), SCORES, 1e9)
-    ids, choice = draw(selection, scores)
+    mine = np.isin(np.arange(6), [1, 2, 5])
+    scores = np.where(mine, SCORES, 1e9)
+    ids, choice = draw(selection, scores, draws=50)
     assert set(ids.ravel().tolist()) == {1, 2, 5}
-    expected = (
-        0.5 * np.array([0, 1, 0, 0, 0, 2]) / 3
-        + 0.5 * np.isin(np.arange(6), [1, 2, 5]) / 3
-    )
+    expected = 0.5 * np.array([0, 1, 0, 0, 0, 2]) / 3 + 0.5 * mine / 3
     np.testing.assert_allclose(choice.probabilities, expected, rtol=1e-5)
     np.testing.assert_allclose(choice.clipped, 4 / 7, rtol=1e-6)
     assert selection.candidates.tolist() == [1, 2, 5]
     # A cohort larger than the candidates with data: never anyone else.
     three = proportional(6, 3, "ksd", candidates=[5, 2, 1])
     counts = np.array([True, False, True, True, True, True])
-    ids, _ = draw(three, scores, counts)
+    ids, _ = draw(three, scores, counts, draws=20)
     assert (np.sort(ids, axis=1) == [1, 2, 5]).all() and (ids[:, 2] == 1).all()
 
 

@@ -2,10 +2,14 @@
 
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
+from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedhb_mixture import fedhb_mixture
+from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
@@ -24,12 +28,16 @@ __all__ = [
     "builder",
     "centralised",
     "cfedbayes",
+    "dsvgd",
     "fedabml",
     "fedavg",
     "fedbabu",
+    "fedhb_mixture",
+    "fedhb_niw",
     "fedprox",
     "local_only",
     "options_of",
+    "parallel_dsvgd",
     "pfedbayes",
     "register",
     "sfedbayes",
@@ -44,6 +52,10 @@ for _builder in (
     cfedbayes,
     bpfed,
     fedabml,
+    dsvgd,
+    parallel_dsvgd,
+    fedhb_niw,
+    fedhb_mixture,
     local_only,
     centralised,
 ):

@@ -63,11 +63,14 @@ def quadratic_penalty(params, centre, precision):
       centre: μ, same structure.
       precision: w, same structure, or one number for all.
     """
+    params, centre, precision = trees((params, centre, precision))
     if jax.tree_util.all_leaves([precision]):  # one number for all
         precision = jax.tree.map(lambda _: precision, params)
     terms = jax.tree.map(
         lambda p, c, w: jnp.sum(w * jnp.square(p - c)),
-        *trees((params, centre, precision)),
+        params,
+        centre,
+        precision,
     )
     return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
 

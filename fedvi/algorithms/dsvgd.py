@@ -10,37 +10,53 @@ particles that the client keeps. One client a round turns q into its tilted dens
 $\tilde p_k = (q / t_k) p_k$ (Eq. 6) by SVGD, and $t_k$ into $t_k q^{new} / q^{old}$.
 """
 
-import math
+import dataclasses
 from typing import Literal
 
-from fedvi.algorithm import (
-    Algorithm,
-    ClientOutput,
-    Importance,
-    Task,
-    difference_to,
+import jax
+import jax.numpy as jnp
+
+from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
+from fedvi.algorithms.registry import builder
+from fedvi.algorithms.stein_client import (
+    Server,
+    SteinOptions,
+    other_terms,
+    stein_algorithm,
+    visit,
 )
-from fedvi.algorithms.stein_client import Server, SteinClient, posterior_of
+from fedvi.evaluation import fold_batches
+from fedvi.local import Batch
+from fedvi.options import option
+from fedvi.particle_posterior import ParticlePosterior, particle_posterior
+from fedvi.stein import hip
 
-__all__ = ["dsvgd"]
+__all__ = ["DSVGD", "dsvgd"]
+
+_EXAMPLES_AT_ONCE = 500  # of a report: bounds the activations of all particles
 
 
-def dsvgd(
-    task: Task,
-    *,
-    particles: int = 20,
-    prior: Literal["gaussian", "hierarchical"] = "gaussian",
-    precision: float = math.e,
-    gamma_shape: float = 1.0,
-    gamma_rate: float = 0.01,
-    initial: Literal["prior", "network"] = "prior",
-    first_t: Literal["prior", "one"] = "one",
-    kde: Literal["lse", "repo", "off"] = "lse",
-    kde_bandwidth: float = 0.55,
-    kernel: Literal["rbf", "imq"] = "rbf",
-    local_loop_steps: int | None = None,
-    report_batch_size: int | None = None,
-) -> Algorithm:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSVGD(SteinOptions):
+    """Options of `dsvgd`."""
+
+    kde: Literal["lse", "repo", "off"] = option(
+        "lse",
+        "∇ log of a density that particles stand for: by log-sum-exp; as the public "
+        "code, whose terms all but vanish; or none, so that a visit is SVGD on "
+        "p_0·p_k.",
+    )
+    report_batch_size: int | None = option(
+        None,
+        "Examples of each of the two draws, with replacement, from which a client "
+        "computes its report; None: all it has, the paper's likelihood. Two draws make "
+        "KSD and HIP unbiased, and double what it sends for the HIP.",
+        at_least=1,
+    )
+
+
+@builder(DSVGD)
+def dsvgd(task: Task, options: DSVGD) -> Algorithm:
     r"""Builds DSVGD: one client a round moves the global particles by SVGD.
 
     A visit has two loops. The global one (Eq. 13) takes L = `task.training` minibatch
@@ -58,74 +74,109 @@ def dsvgd(
     for the mean log-likelihood of the clients that can be selected (Eq. 24 by Lemma 3).
 
     The temperature α of the free energy is 1, and both loops have the same step size.
-
-    Args:
-      task: model; `training` with L as its `steps`, or as its epochs.
-      particles: N. The code has 6 for logistic regression and 20 for the network.
-      prior: p_0 over the weights, "gaussian" of fixed `precision`, or "hierarchical"
-        with ξ ~ Gamma(gamma_shape, gamma_rate) as their precision.
-      precision: λ of the gaussian prior (DSVGD's network: e).
-      gamma_shape: of the hierarchical prior (1).
-      gamma_rate: of the hierarchical prior. The papers' 0.01; DSVGD's code has 100.
-      initial: first particles: "prior" draws from p_0, "network" the network's own
-        initial weights.
-      first_t: "one": t_k = 1 until the client's first visit, as Algorithm 1 says, and
-        p_0 is only in the particles that q starts with; those of t_k are draws from
-        p_0 too, moved by L' steps. "prior" (DSVGD's code): t_k starts as the global
-        particles and stands for p_0·t_k, and every visit adds ∇ log p_0, so that the
-        target of a run's first visit is exactly p_0·p_k. What follows is not: all of
-        p_0 against one client's data, it shrank the weights of small clients to
-        nothing (`docs/dsvgd.md`).
-      kde: "lse"; "repo" as the public code, whose terms all but vanish; "off": none,
-        so that a visit is SVGD on p_0·p_k.
-      kde_bandwidth: standard deviation of the estimates' kernel (0.55).
-      kernel: of SVGD and the discrepancies: "rbf" (the papers) or "imq".
-      local_loop_steps: L', steps of the local loop; None: L, the minibatches of a
-        visit.
-      report_batch_size: examples of each of the two draws, with replacement, from
-        which a client computes its report; None: all it has, the paper's likelihood.
-        Two draws make KSD and HIP unbiased, and double what it sends for the HIP.
+    L are the `steps` of `task.training`, or its epochs.
 
     Raises:
-      ValueError: an option outside its range; first_t="one" without a density estimate
-        or with initial="network", which leave no prior at all.
+      ValueError: first_t="one" without a density estimate or with initial="network",
+        which leave no prior at all; more particles than fit in memory.
     """
-    posterior = posterior_of(
-        task,
-        particles=particles,
-        prior=prior,
-        precision=precision,
-        gamma_shape=gamma_shape,
-        gamma_rate=gamma_rate,
-        initial=initial,
-        kernel=kernel,
-        kde=kde,
-        kde_bandwidth=kde_bandwidth,
-        copies=2,  # their own and, for the HIP, their reports
-    )
-    if first_t == "one" and (kde != "lse" or initial == "network"):
+    if options.first_t == "one" and (
+        options.kde != "lse" or options.initial == "network"
+    ):
         raise ValueError(
             "first_t='one' leaves the prior to the density estimate of particles drawn "
-            f"from it, but kde={kde!r} and initial={initial!r}: use first_t='prior', "
-            "or kde='lse' with initial='prior'"
+            f"from it, but kde={options.kde!r} and initial={options.initial!r}: use "
+            "first_t='prior', or kde='lse' with initial='prior'"
         )
-    side = SteinClient(posterior, first_t, local_loop_steps, report_batch_size).check()
+    # Two sets of each client: its own and, for the HIP, its report.
+    posterior = particle_posterior(task.model, options, kept=2 * task.clients)
 
     def client_update(key, round, server, client, data):
-        new, client, metrics = side.visit(
-            key, round, server.particles, client, data, task.training
+        q = server.particles
+        new, client, metrics = visit(
+            posterior, task.training, key, round, q, client, data
         )
-        return ClientOutput(new, 1.0, client, metrics)
+        return ClientOutput(new - q, 1.0, client, metrics)
 
-    return side.algorithm(
+    def server_update(key, round, server, aggregate):
+        return Server(server.particles + aggregate.mean())
+
+    def report_scores(key, server, client, data):
+        return reported_scores(posterior, key, server.particles, data)
+
+    def report_ksd(key, server, client, data):
+        q = server.particles
+        likelihood = reported_scores(posterior, key, q, data)
+        others = sum(other_terms(posterior, q, q, client).values())
+        first, second = likelihood[0] + others, likelihood[-1] + others
+        return hip(q, first, second, kernel=posterior.kernel)
+
+    def hip_scores(server, reports, counts):
+        return hip_with_mean(posterior, server.particles, reports, counts)
+
+    return stein_algorithm(
         "dsvgd",
         task,
+        posterior,
         client_update=client_update,
-        server_update=lambda key, round, server, aggregate: Server(aggregate.mean()),
+        server_update=server_update,
         importance={
-            "ksd": Importance(side.report_ksd, lambda server, reports, counts: reports),
-            "hip": Importance(side.report_scores, side.hip_with_mean),
+            "ksd": Importance(report_ksd, lambda server, reports, counts: reports),
+            "hip": Importance(report_scores, hip_scores),
         },
         cohort=1,
-        wire=difference_to(lambda server: server.particles),
     )
+
+
+def reported_scores(
+    posterior: ParticlePosterior, key, q: jax.Array, data
+) -> tuple[jax.Array, ...]:
+    """∇ log p_k at the global particles (step 4 of Algorithm 2), once or twice.
+
+    Once from all examples, or twice from independent draws of `report_batch_size`:
+    noise that all particles share does not average out of a square, but out of a
+    product of two.
+    """
+    drawn = posterior.options.report_batch_size
+
+    def of_batch(x, y, mask, size):
+        return posterior.likelihood_scores(q, Batch(x, y, mask), size)[0]
+
+    def of_draw(key):
+        slots = jax.random.randint(key, (drawn,), 0, jnp.maximum(data.size, 1))
+        mask = jnp.broadcast_to(data.size > 0, (drawn,))
+        return of_batch(data.x[slots], data.y[slots], mask, data.size)
+
+    def add(total, start, x, y, mask):
+        return total + of_batch(_only_real(x, mask), y, mask, mask.sum())
+
+    if drawn is not None:
+        first, second = jax.random.split(key)
+        return of_draw(first), of_draw(second)
+    capacity = data.y.shape[0]
+    if capacity > _EXAMPLES_AT_ONCE:
+        return (fold_batches(add, data, _EXAMPLES_AT_ONCE, jnp.zeros_like(q)),)
+    mask = jnp.arange(capacity) < data.size
+    return (of_batch(_only_real(data.x, mask), data.y, mask, data.size),)
+
+
+def hip_with_mean(
+    posterior: ParticlePosterior, q: jax.Array, reports, counts
+) -> jax.Array:
+    """`[clients]` ⟨φ_k, φ'⟩ of every client (Eq. 24); φ' is that of the mean score.
+
+    Args:
+      posterior: whose kernel it is.
+      q: `[N, d]`.
+      reports: one or two independent `[clients, N, d]` scores.
+      counts: `[clients]` bool, those that are in the mean.
+    """
+    weights = counts / jnp.maximum(counts.sum(), 1)
+    mean = jnp.tensordot(weights, reports[-1], axes=1)
+    return jax.vmap(lambda s: hip(q, s, mean, kernel=posterior.kernel))(reports[0])
+
+
+def _only_real(x, mask):
+    """Examples with the first in place of padding, of which a NaN would reach the
+    gradient through the mask."""
+    return jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, x[:1])

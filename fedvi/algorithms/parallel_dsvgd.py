@@ -5,38 +5,42 @@ variational gradient descent", IEEE TSP 2022; Yang, Liu and Kassab, "Client sele
 for federated Bayesian learning", §IV-E, compare with it.
 """
 
+import dataclasses
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedvi import checks
-from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.stein_client import Server, SteinClient, posterior_of
+from fedvi.algorithm import Algorithm, ClientOutput, StackedAggregate, Task
+from fedvi.algorithms.registry import builder
+from fedvi.algorithms.stein_client import (
+    Server,
+    SteinOptions,
+    stein_algorithm,
+    visit,
+)
+from fedvi.options import option
+from fedvi.particle_posterior import ParticlePosterior, particle_posterior
 
-__all__ = ["parallel_dsvgd"]
+__all__ = ["ParallelDSVGD", "parallel_dsvgd"]
 
 
-def parallel_dsvgd(
-    task: Task,
-    *,
-    particles: int = 20,
-    prior: Literal["gaussian", "hierarchical"] = "gaussian",
-    precision: float = math.e,
-    gamma_shape: float = 1.0,
-    gamma_rate: float = 0.01,
-    initial: Literal["prior", "network"] = "prior",
-    first_t: Literal["prior", "one"] = "one",
-    kde_bandwidth: float = 0.55,
-    kernel: Literal["rbf", "imq"] = "rbf",
-    local_loop_steps: int | None = None,
-    server_steps: int | None = None,
-) -> Algorithm:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelDSVGD(SteinOptions):
+    """Options of `parallel_dsvgd`."""
+
+    server_steps: int | None = option(
+        None, "Steps of the server in a round; None: L.", at_least=1
+    )
+
+
+@builder(ParallelDSVGD)
+def parallel_dsvgd(task: Task, options: ParallelDSVGD) -> Algorithm:
     r"""Builds parallel DSVGD.
 
     Every client makes DSVGD's visit from the same q and uploads the particles of its
-    new $t_k$. The server then moves its own particles by SVGD for
+    new $t_k$, as they are: the server has no old ones that they could be a difference
+    to. It then moves its own particles by SVGD for
 
     $\nabla \log q = \nabla \log p_0 + \sum_k \nabla \log t_k$,
 
@@ -47,86 +51,44 @@ def parallel_dsvgd(
     and a prior that is would be divided by more often than it is multiplied (Bayesian
     logistic regression of 30 clients went to 50 % accuracy).
 
-    Args:
-      task: model; `training` gives L, and the server's optimiser too.
-      particles: as in `dsvgd`.
-      prior: as in `dsvgd`.
-      precision: as in `dsvgd`.
-      gamma_shape: as in `dsvgd`.
-      gamma_rate: as in `dsvgd`.
-      initial: as in `dsvgd`.
-      first_t: as in `dsvgd`.
-      kde_bandwidth: as in `dsvgd`.
-      kernel: as in `dsvgd`.
-      local_loop_steps: L' as in `dsvgd`.
-      server_steps: steps of the server in a round; default L.
+    `task.training` gives L, and the server's optimiser too.
 
     Raises:
-      ValueError: an option outside its range.
+      ValueError: more particles than fit in memory.
     """
-    posterior = posterior_of(
-        task,
-        particles=particles,
-        prior=prior,
-        precision=precision,
-        gamma_shape=gamma_shape,
-        gamma_rate=gamma_rate,
-        initial=initial,
-        kernel=kernel,
-        kde_bandwidth=kde_bandwidth,
-        copies=3,  # their old and new ones, and the uploads
-    )
-    side = SteinClient(posterior, first_t, local_loop_steps).check()
     training = task.training
-    if server_steps is None:
-        server_steps = training.steps or training.epochs * math.ceil(
-            task.samples / (task.clients * training.batch_size)
-        )
-    checks.at_least("server_steps", server_steps, 1)
-
-    def client_update(key, round, server, client, data):
-        _, client, metrics = side.visit(
-            key, round, server.particles, client, data, training
-        )
-        return ClientOutput(client.particles, 1.0, client, metrics)
-
-    def server_update(key, round, server, aggregate):
-        present = aggregate.weight > 0
-        optimizer = training.optimizer_at(round)
-        density = posterior.density_scores
-
-        def scores_at(q):
-            first = jax.tree.map(jnp.zeros_like, q)
-            if first_t == "prior":
-                first = density(q, server.first)
-
-            def add(total, factor):
-                # `where`: an absent client's zeros are no density.
-                return jax.tree.map(
-                    lambda a, t, f: a + jnp.where(factor[1], t - f, 0.0),
-                    total,
-                    density(q, factor[0]),
-                    first,
-                ), ()
-
-            factors = (aggregate.statistics, present)
-            return jax.lax.scan(add, posterior.prior_scores(q), factors)[0]
-
-        def step(_, carry):
-            q, moments = carry
-            return posterior.step(optimizer, q, scores_at(q), moments)
-
-        start = (server.particles, optimizer.init(server.particles))
-        q, _ = jax.lax.fori_loop(0, server_steps, step, start)
-        return server._replace(particles=q)
+    # Three sets of each client: its old and new one, and the upload.
+    posterior = particle_posterior(task.model, options, kept=3 * task.clients)
+    server_steps = options.server_steps or training.steps
+    server_steps = server_steps or training.epochs * math.ceil(
+        task.samples / (task.clients * training.batch_size)
+    )
 
     def init(key):
         particles = posterior.init(key)
         return Server(particles, particles)
 
-    return side.algorithm(
+    def client_update(key, round, server, client, data):
+        q = server.particles
+        _, client, metrics = visit(posterior, training, key, round, q, client, data)
+        return ClientOutput(client.particles, 1.0, client, metrics)
+
+    def server_update(key, round, server, aggregate):
+        optimizer = training.optimizer_at(round)
+
+        def step(_, carry):
+            q, moments = carry
+            scores = product_scores(posterior, q, server.first, aggregate)
+            return posterior.step(optimizer, q, scores, moments)
+
+        start = (server.particles, optimizer.init(server.particles))
+        q, _ = jax.lax.fori_loop(0, server_steps, step, start)
+        return server._replace(particles=q)
+
+    return stein_algorithm(
         "parallel_dsvgd",
         task,
+        posterior,
         init=init,
         broadcast=lambda server: server._replace(first=()),
         client_update=client_update,
@@ -134,3 +96,31 @@ def parallel_dsvgd(
         cohort="all",
         reduce="stack",
     )
+
+
+def product_scores(
+    posterior: ParticlePosterior,
+    q: jax.Array,
+    first: jax.Array,
+    aggregate: StackedAggregate,
+) -> jax.Array:
+    """∇ log (p_0 Π_k t_k) at q, of the clients that are there.
+
+    Args:
+      posterior: prior and density estimate.
+      q: `[N, d]`.
+      first: `[N, d]` what all the factors of first_t="prior" started as.
+      aggregate: `uploads` `[cohort, N, d]`, their particles.
+    """
+    started = jnp.zeros_like(q)
+    if posterior.options.first_t == "prior":
+        started = posterior.density_scores(q, first)
+
+    def add(total, factor):
+        t, present = factor
+        # `where`: an absent client's zeros are no density.
+        score = posterior.density_scores(q, t) - started
+        return total + jnp.where(present, score, 0.0), ()
+
+    factors = (aggregate.uploads, aggregate.weight > 0)
+    return jax.lax.scan(add, posterior.prior_scores(q), factors)[0]

@@ -4,14 +4,27 @@
 
     p(θ_i | r) = Σ_j 1/K N(θ_i; r_j, σ² I),   r_j ~ N(0, I).
 
-Prototypes are one pytree whose leaves have a leading [components] axis.
+Prototypes are one pytree whose leaves have a leading [components] axis, or a `Flat`
+`[components, d]`.
 """
 
 import chex
+import distrax
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
-__all__ = ["EMPTY_MASS", "log_prior", "m_step", "responsibilities", "squared_distances"]
+from fedvi import checks
+from fedvi.flat import trees
+
+__all__ = [
+    "EMPTY_MASS",
+    "distribution",
+    "log_prior",
+    "m_step",
+    "responsibilities",
+    "squared_distances",
+]
 
 EMPTY_MASS = 0.01
 """Total responsibility, in clients, below which a prototype counts as empty.
@@ -23,6 +36,26 @@ zero than data.
 """
 
 
+def distribution(
+    prototypes: chex.ArrayTree, variance: chex.Numeric
+) -> distrax.MixtureSameFamily:
+    """p(θ | r) over the vector of all weights (Eq. 20); it has no closed-form entropy.
+
+    Args:
+      prototypes: r, leaves `[components, ...]`.
+      variance: σ².
+
+    Raises:
+      ValueError: variance <= 0.
+    """
+    checks.positive("variance", variance)
+    means = jax.vmap(lambda r: ravel_pytree(r)[0])(prototypes)
+    return distrax.MixtureSameFamily(
+        distrax.Categorical(logits=jnp.zeros(means.shape[0])),
+        distrax.Independent(distrax.Normal(means, jnp.sqrt(variance)), 1),
+    )
+
+
 def squared_distances(params: chex.ArrayTree, prototypes: chex.ArrayTree) -> jax.Array:
     """‖m - r_j‖² for each prototype, [components].
 
@@ -32,6 +65,7 @@ def squared_distances(params: chex.ArrayTree, prototypes: chex.ArrayTree) -> jax
       params: m, pytree.
       prototypes: r, leaves `[components, ...]`.
     """
+    params, prototypes = trees((params, prototypes))
 
     def distance(j):
         squares = jax.tree.map(
@@ -46,14 +80,14 @@ def squared_distances(params: chex.ArrayTree, prototypes: chex.ArrayTree) -> jax
 
 
 def responsibilities(
-    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: float
+    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: chex.Numeric
 ) -> jax.Array:
     """c(j|i) = softmax_j(-‖m - r_j‖² / 2σ²), [components] (E-step, Eq. 24).
 
     Args:
       params: m, pytree.
       prototypes: r, leaves `[components, ...]`.
-      variance: σ² (§6: 0.1), a Python number.
+      variance: σ² (§6: 0.1).
 
     Raises:
       ValueError: variance <= 0.
@@ -62,7 +96,7 @@ def responsibilities(
 
 
 def log_prior(
-    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: float
+    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: chex.Numeric
 ) -> jax.Array:
     """log Σ_j exp(-‖m - r_j‖² / 2σ²), scalar (Eq. 22): log p(m | r) up to a constant.
 
@@ -72,30 +106,32 @@ def log_prior(
 
 
 def m_step(
-    weighted_sum: chex.ArrayTree,
+    moved: chex.ArrayTree,
     mass: jax.Array,
     prototypes: chex.ArrayTree,
     *,
-    variance: float,
+    variance: chex.Numeric,
     prior_mean: chex.ArrayTree | None = None,
     participants: chex.Numeric,
     population: int,
 ) -> chex.ArrayTree:
     """The new prototypes (M-step of Eq. 24, for a part of the clients as in Alg. 4).
 
-        r_j = (σ²/N ν_j + 1/N_f Σ_i c(j|i) m_i) / (σ²/N + 1/N_f Σ_i c(j|i))
+        r_j <- (σ²/N ν_j + 1/N_f Σ_i c(j|i) m_i) / (σ²/N + 1/N_f Σ_i c(j|i))
+             = r_j + (w (ν_j - r_j) + S_j) / (w + Σ_i c(j|i)),   w = σ² N_f/N
 
-    for the prior μ_j ~ N(ν_j, I). The paper has ν = 0.
+    for the prior μ_j ~ N(ν_j, I), with S_j = Σ_i c(j|i) (m_i - r_j). The paper has
+    ν = 0.
 
     A prototype with less than `EMPTY_MASS` keeps its value, where the formula would
     send it to zero and lose a network. The objective (Eq. 23) still never rises: the
     bound that the M-step lowers is a sum over prototypes, and one kept adds nothing.
 
     Args:
-      weighted_sum: Σ_i c(j|i) m_i over the participants, leaves `[components, ...]`.
+      moved: S over the participants, leaves `[components, ...]`.
       mass: Σ_i c(j|i) over the participants, [components].
       prototypes: the current r, leaves `[components, ...]`.
-      variance: σ², a Python number.
+      variance: σ².
       prior_mean: ν, structure of `prototypes`; None: zero.
       participants: [] N_f, may be traced.
       population: N.
@@ -103,30 +139,24 @@ def m_step(
     Raises:
       ValueError: variance <= 0.
     """
-    _check(variance)
+    checks.positive("variance", variance)
     prior = variance * participants / population
-
     if prior_mean is None:
         prior_mean = jax.tree.map(jnp.zeros_like, prototypes)
 
-    def component(total, mass, prototype, centre):
+    def component(moved, mass, prototype, centre):
         empty = mass < EMPTY_MASS
         weight = jnp.where(empty, 1.0, prior + mass)
         return jax.tree.map(
-            lambda t, r, v: jnp.where(empty, r, (prior * v + t) / weight),
-            total,
+            lambda s, r, v: jnp.where(empty, r, r + (prior * (v - r) + s) / weight),
+            moved,
             prototype,
             centre,
         )
 
-    return jax.vmap(component)(weighted_sum, mass, prototypes, prior_mean)
+    return jax.vmap(component)(moved, mass, prototypes, prior_mean)
 
 
 def _log_kernels(params, prototypes, variance):
-    _check(variance)
+    checks.positive("variance", variance)
     return -squared_distances(params, prototypes) / (2 * variance)
-
-
-def _check(variance):
-    if not variance > 0:
-        raise ValueError(f"variance={variance} must be positive: it is σ²")

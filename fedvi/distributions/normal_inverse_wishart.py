@@ -9,21 +9,23 @@ covariance for all weights, the paper's. d = 1: an independent normal-inverse-ga
 each weight, which is the paper's model applied to every weight alone.
 """
 
-import math
 from typing import NamedTuple
 
 import chex
+import distrax
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from fedvi import checks
+from fedvi.distributions.student_t import StudentT
 
 __all__ = [
     "NIW",
     "NIWHyper",
-    "log_prob",
-    "mode",
+    "distribution",
     "penalty_precision",
     "posterior",
-    "predictive",
 ]
 
 
@@ -67,7 +69,7 @@ class NIW(NamedTuple):
     """The variational parameters of q(μ, Σ); l_0 and n_0 are fixed by `NIWHyper`.
 
     Attributes:
-      mean: m_0, parameter pytree.
+      mean: m_0, parameter pytree, or `Flat`.
       scale: diagonal of V_0, same structure, positive.
     """
 
@@ -77,29 +79,35 @@ class NIW(NamedTuple):
 
 def posterior(
     hyper: NIWHyper,
-    sum_m: chex.ArrayTree,
-    sum_m2: chex.ArrayTree,
+    sum_delta: chex.ArrayTree,
+    sum_delta2: chex.ArrayTree,
     *,
+    centre: chex.ArrayTree,
     prior_mean: chex.ArrayTree,
     keep: chex.ArrayTree,
-    epsilon: float,
+    epsilon: chex.Numeric,
 ) -> NIW:
     """The server's optimum of Eq. 37 + Σ_i Eq. 38 in closed form (Eq. 18 and 41).
 
-        m_0 = (λ_0 μ_0 + p Σm_i) / (λ_0 + N)
-        V_0 = n_0/(N+d+2) · (1 + N ε² + λ_0 (m_0 - μ_0)² + Σρ_i)
-        ρ_i = p m_i² - 2p m_0 m_i + m_0²,   the excess of E_q[(θ_i - m_0)²] over ε²
+    From sums of δ_i = m_i - c about the mean c that was broadcast:
 
-    The paper has μ_0 = 0. Its matrix ρ carries p m_i m_iᵀ off the diagonal, which is
-    p² between weights of different columns, as their masks are independent; the
-    diagonal, all that is used, agrees.
+        a    = c + Σδ_i / N,   the average of the m_i
+        m_0  = (λ_0 μ_0 + p N a) / (λ_0 + N)
+        V_0  = n_0/(N+d+2) · (1 + N ε² + λ_0 (m_0 - μ_0)² + Σρ_i)
+        Σρ_i = p (Σδ_i² - (Σδ_i)²/N) + p N (a - m_0)² + (1 - p) N m_0²
+
+    which sums ρ_i = p m_i² - 2p m_0 m_i + m_0², the excess of E_q[(θ_i - m_0)²] over
+    ε². The paper has μ_0 = 0 and c = 0. Its matrix ρ carries p m_i m_iᵀ off the
+    diagonal, which is p² between weights of different columns, as their masks are
+    independent; the diagonal, all that is used, agrees.
 
     Args:
       hyper: |D|, N, d.
-      sum_m: Σ m_i over the population: the participants' sum times N/N_f (Alg. 3).
-      sum_m2: Σ m_i² over the population, scaled alike.
+      sum_delta: Σδ_i over the population: the participants' sum times N/N_f (Alg. 3).
+      sum_delta2: Σδ_i² over the population, scaled alike.
+      centre: c.
       prior_mean: μ_0. Zeros are the paper's and shrink m_0 by N/(N+1) each time.
-      keep: p of each leaf, Python floats (`dropout.keep_probabilities`).
+      keep: p of each weight (`dropout.keep_probabilities`).
       epsilon: ε, standard deviation of the spikes (§6: 1e-4).
 
     Raises:
@@ -107,26 +115,24 @@ def posterior(
     """
     if hyper.samples < 0 or hyper.clients < 1 or hyper.dimension < 1:
         raise ValueError(f"hyper={hyper} needs samples >= 0, clients and dimension > 0")
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon={epsilon} must be 0 or positive")
+    checks.at_least("epsilon", epsilon, 0)
     clients, strength = hyper.clients, hyper.lambda0
     factor = hyper.n0 / (clients + hyper.dimension + 2)
 
-    def mean(total, prior, p):
-        return (strength * prior + p * total) / (strength + clients)
+    def mean(total, c, prior, p):
+        return (strength * prior + p * (clients * c + total)) / (strength + clients)
 
-    def scale(total, squares, prior, p, m0):
-        average = total / clients
-        # Σρ as a sum of squares about the average: only the scatter is a difference,
-        # and rounding can push it below its least value, 0.
-        scatter = jnp.maximum(squares - total * average, 0)
-        rho = p * (scatter + clients * jnp.square(average - m0))
+    def scale(total, squares, c, prior, p, m0):
+        # Only the scatter is a difference of sums, which rounding can push below 0.
+        scatter = jnp.maximum(squares - total * (total / clients), 0)
+        rho = p * (scatter + clients * jnp.square(c + total / clients - m0))
         rho += (1 - p) * clients * jnp.square(m0)
         shift = strength * jnp.square(m0 - prior)
         return factor * (1 + clients * epsilon**2 + shift + rho)
 
-    m0 = jax.tree.map(mean, sum_m, prior_mean, keep)
-    return NIW(m0, jax.tree.map(scale, sum_m, sum_m2, prior_mean, keep, m0))
+    m0 = jax.tree.map(mean, sum_delta, centre, prior_mean, keep)
+    v0 = jax.tree.map(scale, sum_delta, sum_delta2, centre, prior_mean, keep, m0)
+    return NIW(m0, v0)
 
 
 def penalty_precision(
@@ -144,7 +150,7 @@ def penalty_precision(
     Args:
       hyper: |D|, N, d.
       scale: V_0.
-      keep: p of each leaf, Python floats.
+      keep: p of each weight.
       client_samples: [] |D_i|, may be traced; 0 counts as 1, which keeps the
         weights of an empty client finite.
 
@@ -156,68 +162,15 @@ def penalty_precision(
     return jax.tree.map(lambda v, p: p * strength / (v * samples), scale, keep)
 
 
-def mode(hyper: NIWHyper, niw: NIW) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-    """The paper's φ* = (m_0, V_0 / (n_0 + d + 1)) (Eq. 34).
+def distribution(hyper: NIWHyper, niw: NIW) -> distrax.Distribution:
+    """The posterior over weights, θ ~ N(μ, Σ) with (μ, Σ) ~ NIW integrated out.
 
-    This covariance is the mode of the inverse-Wishart alone. The joint density has
-    its mode at V_0 / (n_0 + d + 2), since N(μ; m_0, Σ/l_0) adds |Σ|^(-1/2). The
-    paper's is kept, as its penalty (Eq. 17) is built on it; they differ by 1/n_0.
-
-    Returns:
-      Mean and the diagonal of the covariance, pytrees like `niw.mean`.
-    """
-    count = hyper.n0 + hyper.dimension + 1
-    return niw.mean, jax.tree.map(lambda v: v / count, niw.scale)
-
-
-def predictive(hyper: NIWHyper, niw: NIW) -> tuple[int, chex.ArrayTree, chex.ArrayTree]:
-    """Student-t of θ ~ N(μ, Σ) with (μ, Σ) ~ NIW integrated out (Eq. 19 and 42).
-
-    Returns:
-      `(df, loc, scale)`: n_0 - d + 1 = |D| + 3, m_0, and the standard-deviation-like
-      scale sqrt((l_0 + 1) V_0 / (l_0 (n_0 - d + 1))). For `student_t.sample` with
-      d = number of parameters, for `student_t.sample_independent` with d = 1.
+    Over the vector of all weights, a Student-t (Eq. 19 and 42) with n_0 - d + 1 =
+    |D| + 3 degrees of freedom, location m_0 and scale
+    sqrt((l_0 + 1) V_0 / (l_0 (n_0 - d + 1))): the multivariate one, or with d = 1 one
+    for each weight.
     """
     df = hyper.n0 - hyper.dimension + 1
     factor = (hyper.l0 + 1) / (hyper.l0 * df)
-    return df, niw.mean, jax.tree.map(lambda v: jnp.sqrt(factor * v), niw.scale)
-
-
-def log_prob(
-    niw: NIW,
-    mu: chex.ArrayTree,
-    covariance: chex.ArrayTree,
-    *,
-    l0: float,
-    n0: float,
-    dimension: int,
-) -> jax.Array:
-    """Log density of NIW(m_0, V_0, l_0, n_0) at (μ, Σ), Σ diagonal (Eq. 31 and 50).
-
-    Args:
-      niw: m_0 and V_0; the prior of the paper is zeros and ones.
-      mu: μ, structure of `niw.mean`.
-      covariance: diagonal of Σ, same structure, positive.
-      l0: l_0 of the posterior, λ_0 of the prior.
-      n0: n_0 of the posterior, ν_0 of the prior; above dimension - 1.
-      dimension: d: the number of parameters, one density of a whole Σ; or 1, the
-        product of a density for each weight.
-
-    Raises:
-      ValueError: another dimension.
-    """
-    size = sum(leaf.size for leaf in jax.tree.leaves(mu))
-    if dimension not in (1, size):
-        raise ValueError(f"dimension={dimension} must be 1 or the {size} parameters")
-    # log Γ_d(n_0/2) + (n_0 d / 2) log 2, in float64 as all of it is static.
-    normaliser = dimension * (dimension - 1) / 4 * math.log(math.pi)
-    normaliser += sum(math.lgamma((n0 - j) / 2) for j in range(dimension))
-    normaliser += n0 * dimension / 2 * math.log(2)
-
-    def leaf(m0, v, m, s):
-        wishart = n0 * jnp.log(v) - (n0 + dimension + 1) * jnp.log(s) - v / s
-        normal = -jnp.log(2 * jnp.pi * s / l0) - l0 * jnp.square(m - m0) / s
-        return jnp.sum(wishart + normal) / 2
-
-    terms = jax.tree.map(leaf, niw.mean, niw.scale, mu, covariance)
-    return sum(jax.tree.leaves(terms)) - size // dimension * normaliser
+    loc, v0 = ravel_pytree(niw.mean)[0], ravel_pytree(niw.scale)[0]
+    return StudentT(df, loc, jnp.sqrt(factor * v0), joint=hyper.dimension > 1)

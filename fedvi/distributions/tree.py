@@ -7,18 +7,20 @@ import distrax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from tensorflow_probability.substrates import jax as tfp
 
 from fedvi.flat import Flat, Layout, flatten, trees
 
-__all__ = ["Blocks", "Frozen", "Tree", "as_tree"]
+__all__ = ["Blocks", "Frozen", "Tree", "as_tree", "with_head"]
 
 
 class Tree(distrax.Distribution):
     """A distribution over vectors `[d]` as one over trees of arrays.
 
     Samples, mean and standard deviations are trees, leaves `[*sample_shape, *shape]`;
-    `log_prob` takes one. What the base has no closed form of it does not have either.
+    `log_prob` takes one, or `Flat`s. What the base has no closed form of it does not
+    have either.
 
     Args:
       base: over vectors, event shape `[d]`.
@@ -34,7 +36,7 @@ class Tree(distrax.Distribution):
         return Flat(vector, self.layout).tree()
 
     def _vector(self, tree: Any) -> jax.Array:
-        leaves = self.layout.treedef.flatten_up_to(tree)
+        leaves = self.layout.treedef.flatten_up_to(trees(tree))
         lead = jnp.ndim(leaves[0]) - len(self.layout.shapes[0])
         parts = [jnp.reshape(x, (*jnp.shape(x)[:lead], -1)) for x in leaves]
         return jnp.concatenate(parts, axis=-1)
@@ -66,11 +68,6 @@ class Tree(distrax.Distribution):
     def event_shape(self) -> Any:
         """Tree of the shapes of one sample's leaves."""
         return self.layout.treedef.unflatten(self.layout.shapes)
-
-    @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Always (): weights of several networks are several distributions."""
-        return ()
 
 
 @tfp.distributions.RegisterKL(Tree, Tree)
@@ -124,11 +121,6 @@ class Blocks(distrax.Distribution):
         """`(d,)`."""
         return (int(self._ends[-1]),)
 
-    @property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Always ()."""
-        return ()
-
 
 @tfp.distributions.RegisterKL(Blocks, Blocks)
 def _kl_of_blocks(p: Blocks, q: Blocks, *_, **__):
@@ -164,3 +156,14 @@ def as_tree(base: distrax.Distribution, params: Any) -> Tree:
     """
     shapes = jax.eval_shape(lambda p: flatten(trees(p)), params)
     return Tree(base, shapes.layout)
+
+
+def with_head(body: distrax.Distribution, params: Any) -> Tree:
+    """Over `{"body", "head"}`: a distribution over the body, the head as it is.
+
+    Args:
+      body: over the vector of the body's weights.
+      params: `{"body", "head"}`, which say where weights belong, and the head.
+    """
+    head = Frozen(ravel_pytree(params["head"])[0])
+    return as_tree(Blocks([body, head]), params)

@@ -1,14 +1,13 @@
 """Stein operators on particle sets: SVGD, kernelised Stein discrepancy, densities.
 
-A particle set is a pytree whose leaves `[particles, ...]` share their leading axis; a
-matrix `[particles, dimension]` is one with a single leaf. Every function needs two or
-three matrix products and never an array `[particles, particles, dimension]`.
+A particle set is a matrix `[particles, coordinates]`, and so are the scores at it. No
+function needs more than three matrix products, or an array of pairs × coordinates.
 """
 
 from fedvi.stein.discrepancy import hip, ksd
 from fedvi.stein.kde import kde_log_density, kde_score
 from fedvi.stein.kernels import IMQ, KERNELS, RBF, Kernel, median_bandwidth
-from fedvi.stein.particles import squared_distances, squared_norm
+from fedvi.stein.particles import squared_distances
 from fedvi.stein.svgd import svgd_direction
 
 __all__ = [
@@ -22,6 +21,5 @@ __all__ = [
     "ksd",
     "median_bandwidth",
     "squared_distances",
-    "squared_norm",
     "svgd_direction",
 ]

@@ -5,23 +5,23 @@ Liu, Lee and Jordan, "A kernelized Stein discrepancy for goodness-of-fit tests",
 1. Both read `h_{p1,p2}` as an average over pairs of particles.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from fedvi import checks
-from fedvi.stein import particles as sets
-from fedvi.stein.kernels import RBF, Kernel, check_kernel, gram
+from fedvi.stein.kernels import RBF, Kernel, check_kernel, gram, off_diagonal
+from fedvi.stein.particles import check, check_like, product
 from fedvi.stein.svgd import repulsion
 
 __all__ = ["hip", "ksd"]
 
 
 def hip(
-    particles: Any,
-    scores1: Any,
-    scores2: Any,
+    particles: jax.Array,
+    scores1: jax.Array,
+    scores2: jax.Array,
     *,
     kernel: Kernel = RBF,
     bandwidth: float | jax.Array | None = None,
@@ -38,9 +38,9 @@ def hip(
     particles in opposite directions.
 
     Args:
-      particles: leaves `[N, ...]`, drawn from q.
-      scores1: ∇ log p1 at every particle, like `particles`.
-      scores2: ∇ log p2, likewise.
+      particles: `[N, d]`, drawn from q.
+      scores1: `[N, d]` ∇ log p1 at every particle.
+      scores2: `[N, d]` ∇ log p2, likewise.
       kernel: `RBF` (the paper) or `IMQ`.
       bandwidth: h > 0; default: `median_bandwidth`.
 
@@ -54,8 +54,8 @@ def hip(
 
 
 def ksd(
-    particles: Any,
-    scores: Any,
+    particles: jax.Array,
+    scores: jax.Array,
     *,
     kernel: Kernel = RBF,
     bandwidth: float | jax.Array | None = None,
@@ -64,8 +64,8 @@ def ksd(
     """Kernelised Stein discrepancy S(q, p) = ‖φ‖² = ⟨φ, φ⟩ (Eq. 10).
 
     Args:
-      particles: leaves `[N, ...]`, drawn from q.
-      scores: ∇ log p at every particle, like `particles`; p need not be normalised.
+      particles: `[N, d]`, drawn from q.
+      scores: `[N, d]` ∇ log p at every particle; p need not be normalised.
       kernel: `RBF` (the paper) or `IMQ`.
       bandwidth: h > 0; default: `median_bandwidth`.
       statistic: "v", the mean over all N² pairs, which is never negative; "u", over
@@ -79,7 +79,7 @@ def ksd(
       ValueError: as `svgd_direction`; an unknown statistic, or "u" of one particle.
     """
     checks.one_of("statistic", statistic, ("v", "u"))
-    if statistic == "u" and sets.check("particles", particles) < 2:
+    if statistic == "u" and check("particles", particles) < 2:
         raise ValueError("statistic='u' of one particle has no pairs: use 'v'")
     diagonal = statistic == "v"
     return _hip(particles, scores, scores, kernel, bandwidth, diagonal=diagonal)
@@ -87,23 +87,18 @@ def ksd(
 
 def _hip(particles, scores1, scores2, kernel, bandwidth, *, diagonal: bool):
     check_kernel(kernel)
-    count = sets.check("particles", particles)
-    sets.check_like("scores1", scores1, particles)
-    sets.check_like("scores2", scores2, particles)
+    count = check("particles", particles)
+    check_like("scores1", scores1, particles)
+    check_like("scores2", scores2, particles)
     pairs = gram(particles, bandwidth)
-    keep = 1.0 if diagonal else 1.0 - jnp.eye(count)
-    factor = 2.0 / pairs.bandwidth
+    kept = (lambda matrix: matrix) if diagonal else off_diagonal
     # Σ_j k_ij s2_j, and for both of the mixed terms Σ_j (2/h) g_ij (θ_i - θ_j).
-    attraction = sets.mix(keep * kernel.value(pairs.ratio), scores2)
+    attraction = product(kept(kernel.value(pairs.ratio)), scores2)
     apart = repulsion(pairs, kernel)
-    first = _dot(scores1, jax.tree.map(jnp.add, attraction, apart))
-    trace = factor * (
-        sets.dimension(particles) * kernel.slope(pairs.ratio)
+    trace = (2.0 / pairs.bandwidth) * (
+        particles.shape[1] * kernel.slope(pairs.ratio)
         - 2.0 * pairs.ratio * kernel.curvature(pairs.ratio)
     )
     number = count**2 if diagonal else count * (count - 1)
-    return (first + _dot(scores2, apart) + jnp.sum(keep * trace)) / number
-
-
-def _dot(a: Any, b: Any) -> jax.Array:
-    return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)))
+    along = jnp.sum(scores1 * (attraction + apart)) + jnp.sum(scores2 * apart)
+    return (along + jnp.sum(kept(trace))) / number

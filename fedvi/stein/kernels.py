@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedvi import checks
-from fedvi.stein import particles as sets
+from fedvi.stein.particles import centre, check, squared_distances
 
 __all__ = [
     "IMQ",
@@ -18,9 +18,11 @@ __all__ = [
     "RBF",
     "Gram",
     "Kernel",
+    "check_bandwidth",
     "check_kernel",
     "gram",
     "median_bandwidth",
+    "off_diagonal",
 ]
 
 
@@ -67,6 +69,19 @@ def check_kernel(kernel: Any) -> None:
         )
 
 
+def check_bandwidth(bandwidth: Any) -> None:
+    """Raises `ValueError` for a bandwidth that is not positive and finite.
+
+    A traced one cannot be looked at.
+    """
+    if isinstance(bandwidth, jax.core.Tracer):
+        return
+    if not isinstance(bandwidth, (numbers.Real, jax.Array, np.ndarray)):
+        raise ValueError(f"bandwidth={bandwidth!r} must be a positive number")
+    checks.positive("bandwidth", bandwidth)
+    checks.finite("bandwidth", bandwidth)
+
+
 class Gram(NamedTuple):
     """A kernel between the particles of one set.
 
@@ -76,35 +91,32 @@ class Gram(NamedTuple):
       bandwidth: `[]` h.
     """
 
-    centred: Any
+    centred: jax.Array
     ratio: jax.Array
     bandwidth: jax.Array
 
 
-def gram(particles: Any, bandwidth: float | jax.Array | None) -> Gram:
+def gram(particles: jax.Array, bandwidth: float | jax.Array | None = None) -> Gram:
     """Distances in units of the bandwidth; None: the median heuristic's.
 
     Raises:
       ValueError: a bandwidth that is not positive and finite.
     """
-    centred = sets.centre(particles)
-    squares = sets.squared_distances(centred, centred)
-    squares = jnp.where(jnp.eye(len(squares), dtype=bool), 0.0, squares)
+    centred = centre(particles)
+    squares = off_diagonal(squared_distances(centred, centred))
     if bandwidth is None:
         bandwidth = _median_of(squares)
-    elif not isinstance(bandwidth, (numbers.Real, jax.Array, np.ndarray)):
-        raise ValueError(
-            f"bandwidth={bandwidth!r} must be a positive number, or None for the "
-            "median heuristic"
-        )
-    elif not isinstance(bandwidth, jax.core.Tracer):  # those cannot be looked at
-        number = bandwidth if isinstance(bandwidth, numbers.Real) else float(bandwidth)
-        checks.positive("bandwidth", number)
-        checks.finite("bandwidth", number)
+    else:
+        check_bandwidth(bandwidth)
     return Gram(centred, squares / bandwidth, jnp.asarray(bandwidth, squares.dtype))
 
 
-def median_bandwidth(particles: Any) -> jax.Array:
+def off_diagonal(matrix: jax.Array) -> jax.Array:
+    """The square matrix with zeros on its diagonal."""
+    return jnp.where(jnp.eye(len(matrix), dtype=bool), 0.0, matrix)
+
+
+def median_bandwidth(particles: jax.Array) -> jax.Array:
     """h = med² / log(N + 1), med the median distance between two different particles.
 
     The exact median over the N(N-1)/2 pairs. The DSVGD papers write log N, which is 0
@@ -117,18 +129,16 @@ def median_bandwidth(particles: Any) -> jax.Array:
     and nothing repels.
 
     Args:
-      particles: leaves `[N, ...]`.
+      particles: `[N, d]`.
 
     Returns:
       `[]` h, positive and finite if the particles are finite.
 
     Raises:
-      ValueError: no particles, or leaves that do not agree.
+      ValueError: no matrix of particles.
     """
-    sets.check("particles", particles)
-    centred = sets.centre(particles)
-    squares = sets.squared_distances(centred, centred)
-    return _median_of(jnp.where(jnp.eye(len(squares), dtype=bool), 0.0, squares))
+    check("particles", particles)
+    return gram(particles).bandwidth
 
 
 def _median_of(squares: jax.Array) -> jax.Array:

@@ -4,24 +4,21 @@ Liu and Wang, "Stein variational gradient descent: a general purpose Bayesian in
 algorithm", NIPS 2016.
 """
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
-from fedvi.stein import particles as sets
-from fedvi.stein.kernels import RBF, Gram, Kernel, check_kernel, gram
+from fedvi.stein.kernels import RBF, Gram, Kernel, check_kernel, gram, off_diagonal
+from fedvi.stein.particles import check, check_like, product
 
 __all__ = ["repulsion", "svgd_direction"]
 
 
 def svgd_direction(
-    particles: Any,
-    scores: Any,
+    particles: jax.Array,
+    scores: jax.Array,
     *,
     kernel: Kernel = RBF,
     bandwidth: float | jax.Array | None = None,
-) -> Any:
+) -> jax.Array:
     r"""The direction in which KL(q ‖ p) falls fastest.
 
     $\phi(\theta_i) = \frac{1}{N} \sum_j \left[ k(\theta_j, \theta_i)
@@ -31,58 +28,37 @@ def svgd_direction(
     follows its score. For RBF two matrix products, for other kernels three.
 
     Args:
-      particles: leaves `[N, ...]`.
-      scores: ∇ log p at every particle, like `particles`; p need not be normalised.
+      particles: `[N, d]`.
+      scores: `[N, d]` ∇ log p at every particle; p need not be normalised.
       kernel: `RBF` (the papers) or `IMQ`.
       bandwidth: h > 0; default: `median_bandwidth`, anew at every call.
 
     Returns:
-      φ, like `particles`: to be added, times a step size.
+      `[N, d]` φ: to be added, times a step size.
 
     Raises:
-      ValueError: no particles, leaves that do not agree, scores of other shapes, or a
-        bandwidth that is not positive and finite.
+      ValueError: no matrix of particles, scores of another shape, or a bandwidth that
+        is not positive and finite.
     """
     check_kernel(kernel)
-    count = sets.check("particles", particles)
-    sets.check_like("scores", scores, particles)
+    count = check("particles", particles)
+    check_like("scores", scores, particles)
     pairs = gram(particles, bandwidth)
     if kernel.slope is not kernel.value:
-        attraction = sets.mix(kernel.value(pairs.ratio), scores)
-        apart = repulsion(pairs, kernel)
-        return jax.tree.map(lambda a, b: (a + b) / count, attraction, apart)
+        attraction = product(kernel.value(pairs.ratio), scores)
+        return (attraction + repulsion(pairs, kernel)) / count
     # K S + (2/h)(rowsum(K) Θ - K Θ) as one product; K without its diagonal, whose part
     # is S exactly.
     factor = 2.0 / pairs.bandwidth
-    weights = _without_diagonal(kernel.value(pairs.ratio))
-    total = weights.sum(axis=1)
-    mixed = sets.mix(
-        weights, jax.tree.map(lambda s, x: s - factor * x, scores, pairs.centred)
-    )
-    return jax.tree.map(
-        lambda m, s, x: (m + s + factor * _column(total, x) * x) / count,
-        mixed,
-        scores,
-        pairs.centred,
-    )
+    weights = off_diagonal(kernel.value(pairs.ratio))
+    total = weights.sum(axis=1, keepdims=True)
+    mixed = product(weights, scores - factor * pairs.centred)
+    return (mixed + scores + factor * total * pairs.centred) / count
 
 
-def repulsion(pairs: Gram, kernel: Kernel) -> Any:
+def repulsion(pairs: Gram, kernel: Kernel) -> jax.Array:
     """Σ_j ∇_{θ_j} k(θ_j, θ_i) = (2/h) Σ_j g_ij (θ_i - θ_j) of every particle i."""
-    factor = 2.0 / pairs.bandwidth
-    weights = _without_diagonal(kernel.slope(pairs.ratio))
-    total = weights.sum(axis=1)
-    return jax.tree.map(
-        lambda x, m: factor * (_column(total, x) * x - m),
-        pairs.centred,
-        sets.mix(weights, pairs.centred),
-    )
-
-
-def _without_diagonal(matrix: jax.Array) -> jax.Array:
-    return jnp.where(jnp.eye(len(matrix), dtype=bool), 0.0, matrix)
-
-
-def _column(values: jax.Array, like: jax.Array) -> jax.Array:
-    """`[N]` with as many trailing axes of length 1 as `like` needs."""
-    return values.reshape(-1, *(1,) * (like.ndim - 1))
+    weights = off_diagonal(kernel.slope(pairs.ratio))
+    total = weights.sum(axis=1, keepdims=True)
+    apart = total * pairs.centred - product(weights, pairs.centred)
+    return 2.0 / pairs.bandwidth * apart

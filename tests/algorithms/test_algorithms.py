@@ -1,7 +1,21 @@
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from fedvi import nn
-from fedvi.algorithms import build, options_of
+from fedvi.algorithm import Aggregate
+from fedvi.algorithms import ALGORITHMS, build, builder, options_of, register
+from fedvi.options import Options, option
+
+TRACED = [
+    (name, field.name, field.default)
+    for name in ("fedavg", "fedprox", "fedhb_niw", "fedhb_mixture")
+    for field in dataclasses.fields(options_of(name))
+    if field.metadata["traced"]
+]
 
 
 def test_unknown_names_and_options_are_named(task):
@@ -28,6 +42,7 @@ def test_unknown_names_and_options_are_named(task):
         ("fedhb_niw", "num_samples", 5),  # without prediction="sample"
         ("fedhb_mixture", "components", 0),
         ("fedhb_mixture", "variance", 0.0),
+        ("fedhb_mixture", "epsilon", 0.0),
         ("fedhb_mixture", "start", "zero"),
         ("fedhb_mixture", "prior_mean", "one"),
         ("fedhb_mixture", "init_spread", -1.0),
@@ -44,3 +59,63 @@ def test_methods_with_a_frozen_head_refuse_a_model_that_is_all_head(task, name):
     model = nn.build("logistic", classes=3, input_shape=(6,))
     with pytest.raises(ValueError, match=f"model='logistic' has no body and {name}"):
         build(name, task._replace(model=model))
+
+
+@pytest.mark.parametrize(("name", "option", "value"), TRACED)
+def test_traced_options_may_be_traced(task, train, name, option, value):
+    """A sweep over numbers is one program: built inside it, a method works."""
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), train)
+    server = build(name, task).init(jax.random.key(0))
+    fixed = {"spike_noise": True} if option == "epsilon" and "niw" in name else {}
+
+    def run(value):
+        algorithm = build(name, task, **{option: value}, **fixed)
+        key = jax.random.key(0)
+        first = algorithm.init(key)
+        output = algorithm.client_update(key, 0, first, (), data)
+        one = jnp.ones(())
+        statistics = algorithm.statistics(first, output.upload)
+        aggregate = Aggregate(statistics, one, one, task.clients)
+        return algorithm.server_update(key, 0, first, aggregate)
+
+    found = jax.eval_shape(run, jnp.float32(value))
+    assert jax.tree.structure(found) == jax.tree.structure(server)
+
+
+def test_traced_options_are_found():
+    assert {("fedavg", "server_learning_rate"), ("fedprox", "mu")} <= {
+        (name, option) for name, option, _ in TRACED
+    }
+    assert len(TRACED) >= 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Options):
+    strength: float = option(2.0, "How much.", above=0, source="a paper, §3")
+
+
+@builder(Mine)
+def mine(task, options):
+    """Builds mine."""
+    return options.strength
+
+
+def test_a_builder_says_what_it_takes(task):
+    assert mine(task, strength=3) == 3 and mine.options is Mine
+    text = "strength: How much. (default 2.0, above 0, a paper, §3)"
+    assert mine.__doc__ == f"Builds mine.\n\nOptions:\n  {text}"
+    assert list(inspect.signature(mine).parameters) == ["task", "strength"]
+    with pytest.raises(ValueError, match="width=1 is no option of mine.*strength"):
+        mine(task, width=1)
+
+
+def test_only_builders_can_be_registered(task, monkeypatch):
+    monkeypatch.setattr("fedvi.algorithms.registry.ALGORITHMS", dict(ALGORITHMS))
+    with pytest.raises(ValueError, match="'plain' is no builder: decorate it"):
+        register(plain)
+    register(mine, "ours")
+    assert options_of("ours") is Mine and build("ours", task) == 2.0
+
+
+def plain(task):
+    return task

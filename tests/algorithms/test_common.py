@@ -15,6 +15,7 @@ from fedvi.algorithms.common import (
     quadratic_pull,
     require_body,
 )
+from fedvi.flat import flatten
 from fedvi.local import Batch
 from fedvi.nn import build
 
@@ -29,6 +30,9 @@ def test_quadratic_penalty_against_numpy():
     plain = sum(0.35 * ((theta[k] - centre[k]) ** 2).sum() for k in theta)
     np.testing.assert_allclose(quadratic_penalty(*args[:2], 0.7), plain, rtol=1e-5)
     assert quadratic_penalty({}, {}, 1.0) == 0
+    flats = [flatten(arg) for arg in args]
+    np.testing.assert_allclose(quadratic_penalty(*flats), expected, rtol=1e-5)
+    np.testing.assert_allclose(quadratic_penalty(*flats[:2], 0.7), plain, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tree", "one number"])

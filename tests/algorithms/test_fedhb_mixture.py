@@ -3,12 +3,23 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.flatten_util import ravel_pytree
+from scipy import stats
 
 from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedhb_mixture
-from fedvi.algorithms.common import classification_loss, quadratic_penalty
+from fedvi.algorithms.common import classification_loss, finetune, quadratic_penalty
+from fedvi.algorithms.fedhb_mixture import (
+    FedHBMixture,
+    prototype,
+    start_body,
+    statistics,
+    train_gate,
+)
 from fedvi.federation import Federation
+from fedvi.flat import trees
 from fedvi.local import minimise
 
 KEY = jax.random.key(3)
@@ -23,8 +34,31 @@ def one_client(train, client=1):
     return jax.tree.map(lambda leaf: jnp.asarray(leaf[client]), train)
 
 
-def component(tree, j):
-    return jax.tree.map(lambda leaf: leaf[j], tree)
+@pytest.fixture(scope="module")
+def bodies(task):
+    """m_i of four clients, `[4, d]`."""
+    shape = jax.eval_shape(task.model.init, KEY)["body"].vector.shape
+    return np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
+
+
+def upload_of(server, body, mass):
+    """What a client with this body and these responsibilities sends."""
+    nearest = np.int32(np.argmax(mass))
+    moved = jax.tree.map(lambda r: body - r[nearest], server.prototypes)
+    gate = optax.tree.zeros_like(server.gate["body"])
+    return {"nearest": nearest, "mass": jnp.float32(mass), "body": moved, "gate": gate}
+
+
+def after(algorithm, server, bodies, masses, population):
+    """The server's state after participants with these bodies."""
+    summands = [
+        algorithm.statistics(server, upload_of(server, body, mass))
+        for body, mass in zip(bodies, masses, strict=True)
+    ]
+    total = jax.tree.map(lambda *leaves: sum(leaves), *summands)
+    count = jnp.float32(len(bodies))
+    aggregate = Aggregate(total, count, count, population)
+    return algorithm.server_update(KEY, 0, server, aggregate)
 
 
 @pytest.mark.parametrize("start", ["centre", "likelihood"])
@@ -32,114 +66,81 @@ def test_one_prototype_is_fedprox(task, train, start):
     variance, size = 0.02, 13
     algorithm = fedhb_mixture(task, components=1, variance=variance, start=start)
     server, data = algorithm.init(KEY), one_client(train)
-    output = jax.jit(algorithm.client_update)(KEY, 0, server, (), data)
-    centre = component(server.prototypes, 0)
+    centre = prototype(server, 0)
 
     def loss(key, body, batch):
         params = {"body": body, "head": server.head}
         penalty = quadratic_penalty(body, centre, 1 / (variance * size))
         return classification_loss(task.model, params, batch) + penalty
 
-    body_key = jax.random.split(KEY, 3)[0]
-    expected = jax.jit(
-        lambda: minimise(body_key, 0, centre, data, task.training, loss)[0]
-    )()
-    assert_close(component(output.statistics["weighted"], 0), expected)
-    assert output.statistics["mass"] == 1
+    @jax.jit
+    def run():
+        upload = algorithm.client_update(KEY, 0, server, (), data).upload
+        body_key = jax.random.split(KEY, 3)[0]
+        body = minimise(body_key, 0, centre, data, task.training, loss)[0]
+        return upload, optax.tree.sub(body, centre)
+
+    upload, expected = run()
+    assert_close(upload["body"], expected)
+    assert upload["mass"] == 1 and upload["nearest"] == 0
 
 
-def statistics_of(bodies, masses, gate):
-    """The weighted sum over clients of what they upload."""
-    weighted = [
-        jax.tree.map(lambda m: c.reshape(-1, *[1] * m.ndim) * m[None], body)
-        for body, c in zip(bodies, masses, strict=True)
-    ]
-    return {
-        "mass": sum(masses),
-        "weighted": jax.tree.map(lambda *leaves: sum(leaves), *weighted),
-        "gate": jax.tree.map(lambda leaf: leaf * len(bodies), gate),
-    }
+def test_what_is_sent_gives_the_sums_of_the_em_step(task, bodies):
+    server = fedhb_mixture(task, components=3).init(KEY)
+    mass = np.array([0.2, 0.1, 0.7], np.float32)
+    found = statistics(server, upload_of(server, bodies[0], mass))
+    expected = mass[:, None] * (bodies[:1] - server.prototypes.vector)
+    np.testing.assert_allclose(found["moved"].vector, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found["mass"], mass)
 
 
-def random_bodies(task, count, seed=0):
-    shapes = jax.eval_shape(task.model.init, KEY)["body"]
-    rng = np.random.default_rng(seed)
-    return [
-        jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), s.dtype), shapes)
-        for _ in range(count)
-    ]
-
-
-def test_one_prototype_is_the_shrunk_mean(task):
-    variance = 0.3
-    algorithm = fedhb_mixture(task, components=1, variance=variance, prior_mean="zero")
-    server, bodies = algorithm.init(KEY), random_bodies(task, 4)
-    statistics = statistics_of(bodies, [jnp.ones(1)] * 4, server.gate["body"])
-    count = jnp.float32(4)
-    new = algorithm.server_update(
-        KEY, 0, server, Aggregate(statistics, count, count, 4)
-    )
-    expected = jax.tree.map(lambda *leaves: sum(leaves) / (4 + variance), *bodies)
-    assert_close(component(new.prototypes, 0), expected)
-    assert_close(new.gate, server.gate)
-
-
-def test_the_previous_prototype_as_prior_is_a_moving_average(task):
-    variance = 0.3
-    algorithm = fedhb_mixture(
-        task, components=1, variance=variance, prior_mean="previous"
-    )
-    server, bodies = algorithm.init(KEY), random_bodies(task, 4)
-    statistics = statistics_of(bodies, [jnp.ones(1)] * 4, server.gate["body"])
-    count = jnp.float32(4)
-    # Half of the population took part: the prior weighs σ² N_f/N.
-    new = algorithm.server_update(
-        KEY, 0, server, Aggregate(statistics, count, count, 8)
-    )
-    expected = jax.tree.map(
-        lambda r, *leaves: (variance / 2 * r[0] + sum(leaves)) / (4 + variance / 2),
-        server.prototypes,
-        *bodies,
-    )
-    assert_close(component(new.prototypes, 0), expected)
-
-
-def test_an_empty_prototype_is_kept(task):
-    algorithm = fedhb_mixture(task, components=2)
-    server, bodies = algorithm.init(KEY), random_bodies(task, 3)
-    masses = [jnp.array([1.0, 0.0])] * 3
-    statistics = statistics_of(bodies, masses, server.gate["body"])
-    count = jnp.float32(3)
-    new = algorithm.server_update(
-        KEY, 0, server, Aggregate(statistics, count, count, 3)
-    )
-    assert_close(component(new.prototypes, 1), component(server.prototypes, 1))
-    moved = component(new.prototypes, 0)["Dense_0"]["kernel"]
-    assert not np.allclose(moved, component(server.prototypes, 0)["Dense_0"]["kernel"])
+def test_the_server_takes_the_em_step_of_the_paper(task, bodies):
+    """Eq. 24, half of the population took part; the last prototype is empty."""
+    variance, masses = 0.3, np.array([[1, 0, 0], [0.5, 0.5, 0]] * 2, np.float32)
+    for prior_mean in ("zero", "previous"):
+        algorithm = fedhb_mixture(
+            task, components=3, variance=variance, prior_mean=prior_mean
+        )
+        server = algorithm.init(KEY)
+        new = after(algorithm, server, bodies, masses, population=8)
+        r = np.asarray(server.prototypes.vector)
+        prior = r if prior_mean == "previous" else 0.0
+        total, weight = masses.T @ bodies, masses.sum(0)[:, None] + variance / 2
+        expected = np.where(
+            masses.sum(0)[:, None] > 0, (variance / 2 * prior + total) / weight, r
+        )
+        np.testing.assert_allclose(
+            new.prototypes.vector, expected, rtol=1e-4, atol=1e-6
+        )
+        assert_close(new.gate, server.gate)
 
 
 def test_prototypes_start_apart_and_init_spread_says_how_far(task):
     distances = {}
     for spread in (1.0, 0.1, 0.0):
-        server = fedhb_mixture(task, init_spread=spread).init(KEY)
-        kernel = server.prototypes["Dense_0"]["kernel"]
-        distances[spread] = float(jnp.linalg.norm(kernel[0] - kernel[1]))
+        r = fedhb_mixture(task, init_spread=spread).init(KEY).prototypes.vector
+        distances[spread] = float(jnp.linalg.norm(r[0] - r[1]))
     assert distances[1.0] > 0.5 and distances[0.0] == 0
     assert distances[0.1] == pytest.approx(0.1 * distances[1.0], rel=1e-4)
 
 
 def test_likelihood_starts_from_the_prototype_that_fits_the_client(task, train):
-    algorithm = fedhb_mixture(task, components=3, start="likelihood")
     data = one_client(train)
-    good = fedhb_mixture(task, components=1)
-    federation = Federation(good, train, train)
-    state, _ = federation.rounds(federation.init(jax.random.key(0)), 8)
-    fitted = component(state.server.prototypes, 0)
-    server = algorithm.init(KEY)._replace(head=state.server.head)
-    prototypes = jax.tree.map(lambda r, f: r.at[0].set(f), server.prototypes, fitted)
-    server = server._replace(prototypes=prototypes)
-    output = algorithm.client_update(KEY, 0, server, (), data)
-    assert int(jnp.argmax(output.statistics["mass"])) == 0
+    fitted = finetune(
+        task._replace(finetuning=task.training._replace(epochs=20)),
+        KEY,
+        task.model.init(KEY),
+        data,
+    )
+    server = fedhb_mixture(task, components=3).init(KEY)
+    prototypes = jax.tree.map(
+        lambda r, f: r.at[1].set(f), server.prototypes, fitted["body"]
+    )
+    server = server._replace(prototypes=prototypes, head=fitted["head"])
+    chosen = start_body(task, FedHBMixture(components=3), KEY, server, data)
+    assert_close(chosen, fitted["body"], rtol=0, atol=0)
+    mean = start_body(task, FedHBMixture(start="centre"), KEY, server, data)
+    np.testing.assert_allclose(mean.vector, prototypes.vector.mean(0))
 
 
 def test_global_prediction_is_the_gated_mixture(task, train):
@@ -152,13 +153,25 @@ def test_global_prediction_is_the_gated_mixture(task, train):
         gate[:, j : j + 1]
         * jax.nn.softmax(
             task.model.apply(
-                {"body": component(server.prototypes, j), "head": server.head}, x, mask
+                {"body": prototype(server, j), "head": server.head}, x, mask
             )
         )
         for j in range(2)
     )
     predicted = algorithm.global_predictive(KEY, server, x, mask)
     np.testing.assert_allclose(np.exp(predicted[0]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gate_learns_the_label_of_the_nearest_prototype(task, train):
+    gate_model, data = task.model.with_classes(2), one_client(train)
+    gate = gate_model.init(KEY)
+    body, loss = train_gate(gate_model, task.training, KEY, 0, gate, 1, data)
+    before, after = (
+        gate_model.apply(params, data.x[:13])
+        for params in (gate, {**gate, "body": body})
+    )
+    margin = [np.diff(logits, axis=1).mean() for logits in (before, after)]
+    assert margin[1] > margin[0] + 0.5 and loss > 0
 
 
 def test_the_gate_learns_which_prototype_explains_a_client(task, train, test):
@@ -177,18 +190,31 @@ def test_the_gate_learns_which_prototype_explains_a_client(task, train, test):
 
 
 def test_personalisation_keeps_the_clients_penalty(task, train):  # Eq. 84
-    data, moved = one_client(train), []
-    for penalty_scale in (0.0, 100.0):
+    data = one_client(train)
+
+    @jax.jit
+    def moved(penalty_scale):
         algorithm = fedhb_mixture(task, components=1, penalty_scale=penalty_scale)
         server = algorithm.init(KEY)
         personal = algorithm.personalise(KEY, server, (), data)
-        prototype = component(server.prototypes, 0)
-        moved.append(
-            max(
-                float(jnp.abs(a - b).max())
-                for a, b in zip(
-                    *map(jax.tree.leaves, (personal["body"], prototype)), strict=True
-                )
-            )
-        )
-    assert moved[1] < 0.8 * moved[0]
+        return jnp.abs(personal["body"].vector - prototype(server, 0).vector).max()
+
+    assert moved(100.0) < 0.8 * moved(0.0)
+
+
+def test_posteriors_are_mixtures_of_networks_and_normal_around_a_client(task):
+    algorithm = fedhb_mixture(task, variance=0.04, epsilon=0.01)
+    server = algorithm.init(KEY)
+    r, params = np.asarray(server.prototypes.vector), task.model.init(KEY)
+    found = algorithm.posterior(server)
+    np.testing.assert_allclose(
+        ravel_pytree(found.mean()["body"])[0], r.mean(0), rtol=1e-4, atol=1e-6
+    )
+    std = ravel_pytree(found.stddev()["body"])[0]
+    np.testing.assert_allclose(std, np.sqrt(0.04 + r.var(0)), rtol=1e-4)
+    assert_close(found.mean()["head"], trees(server.head), rtol=0, atol=0)
+    own = algorithm.personal_posterior(server, params)
+    assert_close(own.mean(), trees(params))
+    np.testing.assert_allclose(ravel_pytree(own.stddev()["body"])[0], 0.01)
+    normal = stats.norm(0, 0.01).logpdf(np.zeros(r.shape[1])).sum()
+    np.testing.assert_allclose(own.log_prob(params), normal, rtol=1e-5)

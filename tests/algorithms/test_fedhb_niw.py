@@ -1,15 +1,25 @@
 """FedHB-NIW against the algorithms and formulas that it generalises."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedbabu, fedhb_niw
-from fedvi.algorithms.common import classification_loss, quadratic_penalty
+from fedvi.algorithms.common import (
+    classification_loss,
+    log_probabilities,
+    quadratic_penalty,
+)
+from fedvi.algorithms.fedhb_niw import FedHBNIW, mode, proximal_step, spiky_loss
 from fedvi.federation import Federation
-from fedvi.local import minimise
+from fedvi.flat import trees
+from fedvi.local import Batch, LocalTraining, minimise
 
 KEY = jax.random.key(3)
 
@@ -35,162 +45,167 @@ def proximal_sgd(task, server, data, mu):
     return minimise(KEY, 0, centre, data, task.training, loss)[0]
 
 
-@pytest.mark.parametrize("penalty_scale", [1.0, 50.0])
-def test_without_dropout_and_constant_scale_a_client_is_fedprox(
-    task, train, penalty_scale
-):
+def test_without_dropout_and_constant_scale_a_client_is_fedprox(task, train):
+    penalty_scale = 50.0
     algorithm = fedhb_niw(task, p_drop=0.0, penalty_scale=penalty_scale)
     data, server = one_client(train), algorithm.init(jax.random.key(0))
     constant = jax.tree.map(lambda v: jnp.full_like(v, 7.0), server.posterior.scale)
     server = server._replace(posterior=server.posterior._replace(scale=constant))
-    output = jax.jit(algorithm.client_update)(KEY, 0, server, (), data)
     # Eq. 17 with d = 1: p (n_0 + d + 1) / (V |D_i|), n_0 = |D| + 3, |D_i| = 13.
     mu = penalty_scale * (task.samples + 5) / (7.0 * 13)
-    expected = jax.jit(lambda: proximal_sgd(task, server, data, mu))()
-    assert_close(output.statistics["sum_m"], expected)
-    free = jax.jit(lambda: proximal_sgd(task, server, data, 0.0))()
-    assert not np.allclose(free["Dense_0"]["kernel"], expected["Dense_0"]["kernel"])
+
+    @jax.jit
+    def run():
+        upload = algorithm.client_update(KEY, 0, server, (), data).upload
+        bodies = [proximal_sgd(task, server, data, weight) for weight in (mu, 0.0)]
+        return upload, [optax.tree.sub(body, server.posterior.mean) for body in bodies]
+
+    upload, (expected, free) = run()
+    assert_close(upload, expected)
+    assert not np.allclose(free.vector, expected.vector)
 
 
 @pytest.fixture(scope="module")
-def uploads(task):
-    """Bodies of three participants out of the population."""
-    shapes = jax.eval_shape(task.model.init, KEY)["body"]
-    rng = np.random.default_rng(0)
-    return [
-        jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), s.dtype), shapes)
-        for _ in range(3)
+def bodies(task):
+    """m_i of three participants out of the population, `[3, d]`."""
+    shape = jax.eval_shape(task.model.init, KEY)["body"].vector.shape
+    return np.random.default_rng(0).normal(size=(3, *shape)).astype(np.float32)
+
+
+def after(algorithm, server, bodies, population):
+    """The server's state after participants with these bodies."""
+    uploads = [
+        jax.tree.map(lambda m0, b=b: b - m0, server.posterior.mean) for b in bodies
     ]
+    summands = [algorithm.statistics(server, upload) for upload in uploads]
+    total = jax.tree.map(lambda *leaves: sum(leaves), *summands)
+    aggregate = Aggregate(total, jnp.float32(3), jnp.float32(3), population)
+    return algorithm.server_update(KEY, 0, server, aggregate)
 
 
-def aggregate_of(uploads, population):
-    total = jax.tree.map(lambda *leaves: sum(leaves), *uploads)
-    squares = [jax.tree.map(jnp.square, upload) for upload in uploads]
-    statistics = {
-        "sum_m": total,
-        "sum_m2": jax.tree.map(lambda *leaves: sum(leaves), *squares),
-    }
-    return Aggregate(statistics, jnp.float32(3), jnp.float32(3), population)
-
-
-def test_without_dropout_the_mean_is_fedavgs_shrunk_by_the_prior(task, uploads):
-    algorithm = fedhb_niw(task, p_drop=0.0, prior_mean="zero")
-    aggregate = aggregate_of(uploads, task.clients)
-    server = algorithm.server_update(KEY, 0, algorithm.init(KEY), aggregate)
-    n = task.clients
-    expected = jax.tree.map(lambda *leaves: sum(leaves) / 3 * n / (n + 1), *uploads)
-    assert_close(server.posterior.mean, expected)
-
-
-def test_the_previous_mean_as_prior_is_a_moving_average(task, uploads):
-    algorithm = fedhb_niw(task, p_drop=0.0, prior_mean="previous")
+@pytest.mark.parametrize("prior_mean", ["zero", "previous"])
+def test_without_dropout_the_mean_is_fedavgs_with_the_prior(task, bodies, prior_mean):
+    """Shrunk by μ_0 = 0, or a moving average."""
+    algorithm, n = fedhb_niw(task, p_drop=0.0, prior_mean=prior_mean), task.clients
     start = algorithm.init(KEY)
-    aggregate = aggregate_of(uploads, task.clients)
-    server = algorithm.server_update(KEY, 0, start, aggregate)
-    n = task.clients
-    expected = jax.tree.map(
-        lambda m0, *leaves: (m0 + n * sum(leaves) / 3) / (n + 1),
-        start.posterior.mean,
-        *uploads,
+    server = after(algorithm, start, bodies, n)
+    prior = start.posterior.mean.vector if prior_mean == "previous" else 0.0
+    expected = (prior + n * bodies.mean(0)) / (n + 1)
+    np.testing.assert_allclose(
+        server.posterior.mean.vector, expected, rtol=1e-4, atol=1e-6
     )
-    assert_close(server.posterior.mean, expected)
 
 
 @pytest.mark.parametrize("covariance", ["per_weight", "joint"])
-def test_the_server_minimises_the_papers_objective(task, uploads, covariance):
+def test_the_server_minimises_the_papers_objective(task, bodies, covariance):
     """Eq. 37 + N/N_f Σ Eq. 38, straight from the paper, by autodiff."""
     p_drop, epsilon = 0.2, 0.03
     algorithm = fedhb_niw(
         task, covariance=covariance, prior_mean="zero", p_drop=p_drop, epsilon=epsilon
     )
-    server = algorithm.init(KEY)
-    server = algorithm.server_update(
-        KEY, 0, server, aggregate_of(uploads, task.clients)
-    )
-    dims = sum(leaf.size for leaf in jax.tree.leaves(uploads[0]))
-    d = dims if covariance == "joint" else 1
+    server = after(algorithm, algorithm.init(KEY), bodies, task.clients)
+    d = bodies.shape[1] if covariance == "joint" else 1
     n0, nu0, share = task.samples + d + 2, d + 2, task.clients / 3
+    # Weights of the kernel drop, biases do not.
+    keep = {"Dense_0": {"bias": np.ones(5), "kernel": np.full((6, 5), 1 - p_drop)}}
+    p = ravel_pytree(keep)[0]
 
-    def objective(m0, v0, p, ms):
+    @jax.jit
+    @partial(jax.grad, argnums=(0, 1))
+    def slopes(m0, v0):
         kl = 0.5 * jnp.sum(n0 / v0 + nu0 * jnp.log(v0) + n0 * m0**2 / v0)
         fit = 0.0
-        for m in ms:
+        for m in bodies:
             quadratic = p * m**2 - 2 * p * m0 * m + m0**2 + epsilon**2
             fit += 0.5 * jnp.sum(n0 * quadratic / v0 + jnp.log(v0))
         return kl + share * fit
 
-    for path in (("Dense_0", "kernel"), ("Dense_0", "bias")):
-        m0, v0 = (
-            tree[path[0]][path[1]]
-            for tree in (server.posterior.mean, server.posterior.scale)
-        )
-        ms = [upload[path[0]][path[1]] for upload in uploads]
-        p = 1 - p_drop if path[1] == "kernel" else 1.0
-        gradients = jax.grad(objective, argnums=(0, 1))(m0, v0, p, ms)
-        # Sizes of the terms that cancel, for a tolerance in float32.
-        sizes = (n0 * share * sum(abs(m) for m in ms) / v0, (nu0 + 9) / v0)
-        for gradient, size in zip(gradients, sizes, strict=True):
-            assert np.all(np.abs(gradient) < 1e-5 * (1 + np.max(size)))
-        moved = jax.grad(objective, argnums=(0, 1))(m0 + 0.1, v0 * 1.1, p, ms)
-        for gradient, size in zip(moved, sizes, strict=True):
-            assert np.any(np.abs(gradient) > 1e-3 * (1 + np.max(size)))
+    m0, v0 = (flat.vector for flat in server.posterior)
+    # Sizes of the terms that cancel, for a tolerance in float32.
+    sizes = (n0 * share * sum(map(abs, bodies)) / v0, (nu0 + 9) / v0)
+    for gradient, moved, size in zip(slopes(m0, v0), slopes(m0 + 0.1, v0 * 1.1), sizes):
+        assert np.all(np.abs(gradient) < 1e-5 * (1 + np.max(size)))
+        assert np.any(np.abs(moved) > 1e-3 * (1 + np.max(size)))
 
 
-@pytest.mark.parametrize(("penalty_scale", "most"), [(1.0, 1.0), (1e4, 0.02)])
-def test_the_literal_joint_penalty_runs_stably(task, train, test, penalty_scale, most):
+def test_what_is_sent_bounds_what_is_summed(task, bodies):
+    algorithm = fedhb_niw(task)
+    server = algorithm.init(KEY)
+    upload = jax.tree.map(lambda m0: bodies[0] - m0, server.posterior.mean)
+    summands = algorithm.statistics(server, upload)
+    np.testing.assert_array_equal(summands["delta"].vector, upload.vector)
+    np.testing.assert_array_equal(summands["delta2"].vector, upload.vector**2)
+
+
+@pytest.mark.parametrize("penalty_scale", [1.0, 1e4])
+def test_the_literal_joint_penalty_runs_stably(task, train, penalty_scale):
     """Its coefficient would blow a gradient step up; the exact step cannot."""
     fast = task._replace(training=task.training._replace(learning_rate=0.5))
     algorithm = fedhb_niw(fast, covariance="joint", penalty_scale=penalty_scale)
-    federation = Federation(algorithm, train, test)
-    start = federation.init(jax.random.key(0))
-    before = jax.device_get(start.server.posterior.mean)
-    state, metrics = federation.rounds(start, 3)
-    assert np.isfinite(metrics.metrics["loss"]).all() and not metrics.failed.any()
-    # The stiffer the penalty, the nearer the mean stays to where it was.
-    for old, new in zip(
-        jax.tree.leaves(before),
-        jax.tree.leaves(state.server.posterior.mean),
-        strict=True,
-    ):
-        assert np.abs(old - new).max() < most
+    server = algorithm.init(KEY)
+    output = jax.jit(algorithm.client_update)(KEY, 0, server, (), one_client(train))
+    assert np.isfinite(output.metrics["loss"])
+    # The stiffer the penalty, the nearer the client stays to the mean.
+    most = {1.0: 1.0, 1e4: 0.02}[penalty_scale]
+    assert 0 < np.abs(output.upload.vector).max() < most
 
 
-@pytest.mark.parametrize("covariance", ["per_weight", "joint"])
-def test_personalisation_keeps_the_clients_penalty(task, train, covariance):  # Eq. 46
-    """The stronger it is, the nearer the body stays to m_0; the head is free."""
-    data, moved = one_client(train), []
-    for penalty_scale in (0.0, 1e6):
+def test_the_proximal_step_is_the_penaltys_minimum():
+    centre, precision, start = np.random.default_rng(0).uniform(1, 3, (3, 4))
+
+    def objective(theta):
+        near = jnp.sum(jnp.square(theta - start)) / (2 * 0.7)
+        return quadratic_penalty(theta, centre, precision) + near
+
+    found = proximal_step(*map(jnp.float32, (centre, precision, start)), 0.7)
+    np.testing.assert_allclose(jax.grad(objective)(found), 0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("covariance", "held"), [("per_weight", 100.0), ("joint", 1e6)]
+)
+def test_personalisation_keeps_the_clients_penalty(task, train, covariance, held):
+    """Eq. 46: the stronger it is, the nearer the body stays to m_0; the head is free.
+
+    By gradient steps, as strong as is stable: w lr < 2 (1 + momentum).
+    """
+    data = one_client(train)
+
+    @jax.jit
+    def moved(penalty_scale):
         algorithm = fedhb_niw(
             task, covariance=covariance, p_drop=0.0, penalty_scale=penalty_scale
         )
-        if covariance == "per_weight" and penalty_scale:
-            # Gradient steps: as strong as is stable, w lr < 2 (1 + momentum).
-            algorithm = fedhb_niw(task, p_drop=0.0, penalty_scale=100.0)
         server = algorithm.init(KEY)
         personal = algorithm.personalise(KEY, server, (), data)
-        moved.append(
-            [
-                max(float(jnp.abs(a - b).max()) for a, b in zip(*leaves, strict=True))
-                for leaves in (
-                    map(jax.tree.leaves, (personal["body"], server.posterior.mean)),
-                    map(jax.tree.leaves, (personal["head"], server.head)),
-                )
-            ]
-        )
-    (free_body, free_head), (held_body, held_head) = moved
-    assert held_body < 0.8 * free_body
-    assert held_head > 0.5 * free_head > 0
+        change = optax.tree.sub(personal, mode(server))
+        return {name: jnp.abs(part.vector).max() for name, part in change.items()}
+
+    free, near = moved(0.0), moved(held)
+    assert near["body"] < 0.8 * free["body"]
+    assert near["head"] > 0.5 * free["head"] > 0
 
 
 def test_the_spikes_noise_is_drawn_only_if_asked_for(task, train):
-    data = one_client(train)
-    bodies = []
-    for spike_noise in (False, True):
-        algorithm = fedhb_niw(task, p_drop=0.0, epsilon=0.3, spike_noise=spike_noise)
-        server = algorithm.init(KEY)
-        output = algorithm.client_update(KEY, 0, server, (), data)
-        bodies.append(output.statistics["sum_m"]["Dense_0"]["kernel"])
-    assert np.abs(bodies[0] - bodies[1]).max() > 1e-3
+    params = task.model.init(KEY)
+    batch = Batch(*one_client(train)[:2], jnp.ones(20, bool))
+    losses = {
+        (noise, drop): float(
+            spiky_loss(
+                task.model,
+                FedHBNIW(p_drop=drop, epsilon=0.3, spike_noise=noise),
+                KEY,
+                params,
+                batch,
+            )
+        )
+        for noise in (False, True)
+        for drop in (0.0, 0.5)
+    }
+    assert losses[False, 0.0] == pytest.approx(
+        float(classification_loss(task.model, params, batch)), rel=1e-6
+    )
+    assert len(set(losses.values())) == 4
 
 
 def test_no_penalty_no_dropout_and_many_clients_is_nearly_fedbabu(task, train, test):
@@ -199,41 +214,77 @@ def test_no_penalty_no_dropout_and_many_clients_is_nearly_fedbabu(task, train, t
     servers = []
     for algorithm in (fedhb_niw(many, **options), fedbabu(many)):
         federation = Federation(algorithm, train, test)
-        state, _ = federation.rounds(federation.init(jax.random.key(0)), 2)
-        servers.append(state.server)
+        start = federation.init(jax.random.key(0))
+        head = jax.device_get(start.server["head"] if servers else start.server.head)
+        servers.append(federation.rounds(start, 2)[0].server)
     assert_close(servers[0].posterior.mean, servers[1]["body"], rtol=1e-4, atol=1e-5)
-    assert_close(servers[0].head, servers[1]["head"])
+    # The head stays frozen in both.
+    assert_close((servers[0].head, servers[1]["head"]), (head, head), rtol=0, atol=0)
 
 
-def test_the_head_stays_frozen_until_personalisation(task, train, test):
-    algorithm = fedhb_niw(task)
-    federation = Federation(algorithm, train, test)
-    state = federation.init(jax.random.key(0))
-    head = jax.device_get(state.server.head)
-    state, _ = federation.rounds(state, 2)
-    assert_close(state.server.head, head, rtol=0, atol=0)
-    assert set(state.server.posterior.mean) == {"Dense_0"}
-    personal = algorithm.personalise(KEY, state.server, (), one_client(train))
-    for old, new in zip(
-        jax.tree.leaves(head), jax.tree.leaves(personal["head"]), strict=True
-    ):
-        assert not np.allclose(old, new, rtol=1e-6)
+def test_a_clients_own_optimiser(task, train):
+    """AdamW's weight decay shows: the same update, less rate · decay · θ a step."""
+    data = one_client(train)
+
+    def client(optimizer):
+        training = LocalTraining(1, 20, learning_rate=0.1, optimizer=optimizer)
+        algorithm = fedhb_niw(task._replace(training=training), p_drop=0.0)
+        server = algorithm.init(KEY)
+        return server, algorithm.client_update(KEY, 0, server, (), data).upload
+
+    server, plain = client(optax.adam)
+    _, decayed = client(partial(optax.adamw, weight_decay=0.5))
+    expected = plain.vector - 0.1 * 0.5 * server.posterior.mean.vector
+    np.testing.assert_allclose(decayed.vector, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="has no proximal step: use 'sgd'"):
+        joint = task._replace(training=task.training._replace(optimizer=optax.adam))
+        algorithm = fedhb_niw(joint, covariance="joint")
+        jax.eval_shape(algorithm.client_update, KEY, 0, server, (), data)
 
 
 @pytest.mark.parametrize("covariance", ["per_weight", "joint"])
-def test_sampled_prediction_spreads_around_the_mode(task, train, covariance):
+def test_sampled_prediction_and_posterior_spread_around_the_mode(
+    task, train, covariance
+):
     options = {"covariance": covariance, "num_samples": 300}
     sampled = fedhb_niw(task, prediction="sample", **options)
-    mode = fedhb_niw(task, prediction="mode", covariance=covariance)
     server = sampled.init(KEY)
     # A small V_0, so that the network is nearly linear over the samples.
     small = jax.tree.map(lambda v: 1e-5 * v, server.posterior.scale)
     server = server._replace(posterior=server.posterior._replace(scale=small))
     x, mask = one_client(train).x, jnp.ones(20, bool)
     draws = sampled.global_predictive(KEY, server, x, mask)
-    centre = mode.global_predictive(KEY, server, x, mask)
+    centre = fedhb_niw(task, covariance=covariance).global_predictive(
+        KEY, server, x, mask
+    )
     assert draws.shape == (300, 20, 3) and centre.shape == (1, 20, 3)
     spread = draws.std(0)
     assert spread.min() > 0
     error = np.abs(draws.mean(0) - centre[0])
     assert (error < 5 * spread / np.sqrt(300) + 1e-3).all()
+    # What is drawn is the posterior that a user gets.
+    found = sampled.posterior(server)
+    draw = found.sample(seed=KEY, sample_shape=300)
+    predict = jax.vmap(lambda p: log_probabilities(task.model, p, x, mask))
+    np.testing.assert_allclose(predict(draw), draws, rtol=1e-4, atol=1e-5)
+    d = task.samples + 3
+    variance = (
+        (task.samples + 2) / ((task.samples + 1) * d) * small.vector * d / (d - 2)
+    )
+    std = ravel_pytree(found.stddev()["body"])[0]
+    np.testing.assert_allclose(std, np.sqrt(variance), rtol=1e-5)
+    assert_close(found.mean(), trees(mode(server)))
+
+
+def test_a_personal_posterior_drops_columns_and_keeps_the_head(task):
+    algorithm = fedhb_niw(task, p_drop=0.3, epsilon=0.01)
+    params = task.model.init(KEY)
+    found = algorithm.personal_posterior(algorithm.init(KEY), params)
+    mean, layers = found.mean(), trees(params)
+    kernel = layers["body"]["Dense_0"]["kernel"]
+    np.testing.assert_allclose(mean["body"]["Dense_0"]["kernel"], 0.7 * kernel)
+    assert_close(mean["head"], layers["head"], rtol=0, atol=0)
+    variance = 0.01**2 + 0.7 * 0.3 * kernel**2
+    std = found.stddev()["body"]["Dense_0"]["kernel"]
+    np.testing.assert_allclose(std, np.sqrt(variance), rtol=1e-5)
+    assert np.isfinite(found.log_prob(params))

@@ -134,6 +134,7 @@ def arguments(folder, script, model):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script, model",
     [
@@ -159,6 +160,7 @@ def test_follows_fedvi(start, reference, script, model):
     assert found["test_nll"] == pytest.approx(nll, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script, sizes, message",
     [

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "random_numbers.py"
 
 
+@pytest.mark.long
 def test_times_draws_and_steps(tmp_path):
     sizes = ["--hidden=2", "--batch_size=3", "--steps=2", "--calls=2"]
     generators = ["--generator=threefry2x32", "--generator=rbg"]

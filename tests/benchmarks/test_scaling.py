@@ -22,6 +22,7 @@ def run(script, *flags):
     )
 
 
+@pytest.mark.long
 def test_a_point_has_its_own_devices_and_tells_its_memory(tmp_path):
     out = tmp_path / "tiny"
     axes = ["--clients=", "--devices=2", "--parameters=", "--compile_clients="]
@@ -57,6 +58,7 @@ def test_compilation_is_compared_by_chunk():
     assert json.loads(process.stdout) == {"1": 4 / 3, "0": 2.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["--devices=1.5", "--clients=0", "--parameters=no"])
 def test_a_value_that_is_no_whole_number_is_refused(flag):
     process = run("scaling.py", flag)
@@ -73,6 +75,7 @@ def test_the_network_has_about_as_many_parameters_as_asked_for(parameters, monke
     assert nn.parameter_count(shapes) == pytest.approx(parameters, rel=0.02)
 
 
+@pytest.mark.long
 def test_server_updates_move_what_their_closed_forms_read_and_write(tmp_path):
     out = tmp_path / "tiny"
     sizes = ["--size=4000", "--calls=1", "--clients=2", "--participants=1"]

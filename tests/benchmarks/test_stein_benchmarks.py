@@ -48,20 +48,19 @@ def test_a_step_that_does_not_fit_is_compiled_and_not_run(tmp_path):
     assert "does not fit" in out.with_suffix(".md").read_text()
 
 
-@pytest.mark.parametrize("size", ["3", "0x4"])
-def test_a_size_that_is_none_is_refused(size):
-    process = run("svgd_step.py", f"--size={size}")
+def test_a_size_that_is_none_is_refused():
+    process = run("svgd_step.py", "--size=0x4")
     assert process.returncode != 0
-    assert f"--size={size} must look like 200x7850" in process.stdout + process.stderr
+    assert "--size=0x4 must look like 200x7850" in process.stdout + process.stderr
 
 
-def test_times_the_rounds_of_every_selection(tmp_path):
+def test_times_the_rounds_of_a_selection(tmp_path):
     out = tmp_path / "tiny"
     sizes = ["--clients=4", "--particles=2", "--steps=1", "--calls=2", "--rounds=1"]
-    process = run("selection_time.py", *sizes, f"--out={out}")
+    process = run("selection_time.py", "--selection=ksd", *sizes, f"--out={out}")
     assert process.returncode == 0, process.stderr
     (result,) = json.loads(out.with_suffix(".json").read_text())["results"]
-    assert set(result["milliseconds"]) == {"uniform", "ksd", "hip"}
+    assert set(result["milliseconds"]) == {"uniform", "ksd"}
     for times in result["milliseconds"].values():
         assert 0 < times["min"] <= times["median"] <= times["max"]
         assert times["share"] < 1

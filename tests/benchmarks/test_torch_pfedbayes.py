@@ -66,6 +66,7 @@ def write_files(folder, data, posterior):
     return {**paths, "hidden": HIDDEN, "classes": CLASSES, "seed": 0, "threads": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "gradients, sampling, optimizer, clients_at_once",
     [("hand", "weight", "adam", 1), ("autograd", "local", "sgd", 2)],
@@ -126,6 +127,7 @@ def test_follows_fedvi(
     assert [found["test_nll"], found["personal_nll"]] == pytest.approx(nlls, rel=rel)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", ["weight", "local"])
 def test_written_out_gradients_are_autograds(tmp_path, data, peer, sampling):
     rng = np.random.default_rng(1)

@@ -2,8 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from fedvi.distributions import dropout
+from fedvi.flat import flatten
 
 PARAMS = {
     "dense": {"kernel": jnp.full((40, 3), 2.0), "bias": jnp.full(3, 5.0)},
@@ -30,6 +32,28 @@ def test_keep_probabilities_of_matrices_only():
     }
     assert dropout.keep_probabilities(PARAMS, 0.9) == expected
     assert dropout.keep_probabilities(shapes, 0.9) == expected
+
+
+def test_a_vector_has_the_columns_of_its_layout(draws):
+    flat = flatten(PARAMS)
+    keep = dropout.keep_probabilities(jax.eval_shape(lambda: flat), 0.9)
+    expected = dropout.keep_probabilities(PARAMS, 0.9)
+    jax.tree.map(np.testing.assert_allclose, keep.tree(), expected)
+    key = jax.random.split(jax.random.key(1), 2000)[0]
+    drawn = dropout.sample(key, flat, 0.8)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), drawn, draws)
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 3)])
+def test_a_bare_array_is_refused(shape):
+    """On a vector nothing would drop, silently."""
+    for function in (
+        lambda p: dropout.keep_probabilities(p, 0.9),
+        lambda p: dropout.sample(jax.random.key(0), p, 0.9),
+        lambda p: dropout.Spiky(p, 0.9, 0.1),
+    ):
+        with pytest.raises(ValueError, match="bare array.*give the Flat"):
+            function(jnp.ones(shape))
 
 
 def test_whole_columns_are_kept_unscaled_or_zero(draws):
@@ -63,18 +87,27 @@ def test_columns_are_dropped_independently_with_probability_one_minus_p(draws):
     assert np.abs(correlation).max() < 0.12
 
 
-def test_moments_are_those_of_the_spiky_mixture():
-    params = {"kernel": jnp.array([[3.0, -2.0]]), "bias": jnp.array([1.5])}
-    p, epsilon, count = 0.7, 0.5, 40_000
-    keys = jax.random.split(jax.random.key(2), count)
-    sample = jax.jit(jax.vmap(lambda k: dropout.sample(k, params, p, epsilon)))
-    draw = jax.tree.map(np.asarray, sample(keys))
-    m = np.asarray(params["kernel"])
-    second = p * m**2 + epsilon**2
-    np.testing.assert_allclose(draw["kernel"].mean(0), p * m, atol=0.04)
-    np.testing.assert_allclose((draw["kernel"] ** 2).mean(0), second, rtol=0.03)
-    np.testing.assert_allclose(draw["bias"].mean(0), 1.5, atol=0.02)
-    np.testing.assert_allclose(draw["bias"].std(0), epsilon, rtol=0.03)
+def test_the_distribution_has_the_density_and_moments_of_the_spiky_mixture():
+    params = {"bias": jnp.array([1.5]), "kernel": jnp.array([[3.0, -2.0], [1.0, 0.5]])}
+    p, epsilon, count = 0.7, 0.5, 20_000
+    q = dropout.Spiky(flatten(params), p, epsilon)
+    draws = np.float64(q.sample(seed=jax.random.key(2), sample_shape=count))
+    m = np.array([1.5, 3.0, -2.0, 1.0, 0.5])
+    np.testing.assert_allclose(q.mean(), [1.5, *(p * m[1:])], rtol=1e-6)
+    variance = epsilon**2 + p * (1 - p) * np.array([0, *m[1:]]) ** 2
+    np.testing.assert_allclose(q.stddev(), np.sqrt(variance), rtol=1e-6)
+    np.testing.assert_allclose(draws.mean(0), q.mean(), atol=0.06)
+    np.testing.assert_allclose(draws.std(0), q.stddev(), rtol=0.03)
+    # Columns are a kernel's input units: [3, -2] and [1, 0.5].
+    x = draws[:3]
+    expected = stats.norm.logpdf(x[:, 0], 1.5, epsilon)
+    for column in (slice(1, 3), slice(3, 5)):
+        kept = stats.norm.pdf(x[:, column], m[column], epsilon).prod(1)
+        dropped = stats.norm.pdf(x[:, column], 0, epsilon).prod(1)
+        expected = expected + np.log(p * kept + (1 - p) * dropped)
+    np.testing.assert_allclose(q.log_prob(jnp.float32(x)), expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="epsilon=0"):
+        dropout.Spiky(params, p, 0.0).log_prob(q.mean())
 
 
 def random_primitives(p, epsilon):
@@ -83,9 +116,8 @@ def random_primitives(p, epsilon):
 
 
 def test_draws_only_what_is_asked_for():
-    assert dropout.sample(jax.random.key(0), PARAMS, 1.0) is PARAMS
-    assert random_primitives(1.0, 0.0) == 0
-    assert random_primitives(0.9, 0.0) == 1
+    assert random_primitives(1.0, None) == 0
+    assert random_primitives(0.9, None) == 1
     assert random_primitives(1.0, 0.1) == 1
     assert random_primitives(0.9, 0.1) == 2
 

@@ -14,17 +14,17 @@ def predict(x, mask):
     return jnp.where(mask[:, None], jax.nn.log_softmax(x), jnp.nan)[None]
 
 
-@pytest.mark.parametrize("batch_size", [128, 10, 4, 3, 1])
-@pytest.mark.parametrize("size", [10, 7, 0])
-def test_every_real_example_counts_once(batch_size, size):
-    # Ten slots in batches of 4: the last slice overlaps the one before it.
-    data = ClientData(jnp.asarray(X), jnp.asarray(Y, jnp.int32), jnp.int32(size))
-    scores = score_in_batches(predict, data, batch_size)
-    assert scores.count == size
-    assert scores.correct == (X.argmax(1) == Y)[:size].sum()
+# Ten slots in batches of 4: the last slice overlaps the one before it.
+@pytest.mark.parametrize("batch_size", [128, 4, 1])
+def test_every_real_example_counts_once(batch_size):
+    score = jax.jit(lambda data: score_in_batches(predict, data, batch_size))
+    for size in (10, 7, 0):
+        scores = score(ClientData(X, Y.astype(np.int32), np.int32(size)))
+        assert scores.count == size
+        assert scores.correct == (X.argmax(1) == Y)[:size].sum()
 
 
-@pytest.mark.parametrize("capacity", [101, 128, 129, 200])
+@pytest.mark.parametrize("capacity", [101, 129])
 def test_batches_are_even_whatever_the_other_clients_hold(capacity):
     """101 examples, at most 50 at once: 34, 34 and 33, in any padding."""
 
@@ -36,6 +36,6 @@ def test_batches_are_even_whatever_the_other_clients_hold(capacity):
     data = ClientData(
         jnp.zeros((capacity, 1)), jnp.zeros(capacity, jnp.int32), jnp.int32(101)
     )
-    scores = score_in_batches(fewest_and_most, data, 50)
+    scores = jax.jit(lambda data: score_in_batches(fewest_and_most, data, 50))(data)
     assert scores.count == 101
     assert -scores.nll == 34 * 34 + 34 * 34 + 33 * 33

@@ -97,7 +97,9 @@ def test_calibration_equals_loop():
 )
 def test_bins_are_closed_on_the_right(confidence, bins, index):
     p = jnp.asarray([[[confidence, 1.0 - confidence]]], jnp.float32)
-    scores = score(jnp.log(p), jnp.zeros(1, jnp.int32), jnp.ones(1, bool), bins=bins)
+    scores = jit_score(
+        jnp.log(p), jnp.zeros(1, jnp.int32), jnp.ones(1, bool), bins=bins
+    )
     assert np.flatnonzero(scores.bin_count).tolist() == [index]
     np.testing.assert_allclose(scores.bin_confidence.sum(), confidence, rtol=1e-6)
 
@@ -105,8 +107,8 @@ def test_bins_are_closed_on_the_right(confidence, bins, index):
 def test_certain_and_right_is_perfect_certain_and_wrong_is_worst():
     log_probs = jnp.log(jnp.asarray([[[1.0, 0.0]]]))
     mask = jnp.ones(1, bool)
-    right = summarise(stack(score(log_probs, jnp.zeros(1, jnp.int32), mask)))
-    wrong = summarise(stack(score(log_probs, jnp.ones(1, jnp.int32), mask)))
+    right = summarise(stack(jit_score(log_probs, jnp.zeros(1, jnp.int32), mask)))
+    wrong = summarise(stack(jit_score(log_probs, jnp.ones(1, jnp.int32), mask)))
     figures = ("accuracy", "nll", "brier", "ece", "mce")
     assert [right[k] for k in figures] == [100.0, 0.0, 0.0, 0.0, 0.0]
     assert [wrong[k] for k in figures] == [0.0, np.inf, 2.0, 1.0, 1.0]
@@ -130,7 +132,7 @@ def test_wholly_masked_client_is_exactly_zero():
 
 def test_nan_in_a_valid_row_is_wrong_and_visible():
     log_probs = jnp.log(jnp.full((1, 2, 2), 0.5)).at[0, 1].set(jnp.nan)
-    scores = score(log_probs, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
+    scores = jit_score(log_probs, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
     summary = summarise(stack(scores))
     assert summary["accuracy"] == 50.0
     undefined = ("nll", "ece", "mce", "entropy", "mutual_information")
@@ -140,7 +142,7 @@ def test_nan_in_a_valid_row_is_wrong_and_visible():
 def test_sums_add_over_batches_and_vmap_over_clients():
     log_probs, labels, mask = make_client(4, valid=50)
     whole = jit_score(log_probs, labels, mask)
-    halves = jax.vmap(score)(
+    halves = jax.jit(jax.vmap(score))(
         jnp.stack([log_probs[:, :32], log_probs[:, 32:]]),
         labels.reshape(2, 32),
         mask.reshape(2, 32),
@@ -217,17 +219,17 @@ def test_no_client_with_data_is_an_error():
 def test_bad_shapes_name_the_argument():
     log_probs, labels, mask = make_client(0)
     with pytest.raises(ValueError, match="log_probs has shape"):
-        score(log_probs[0], labels, mask)
+        jit_score(log_probs[0], labels, mask)
     with pytest.raises(ValueError, match=r"log_probs has shape \(0,"):
-        score(log_probs[:0], labels, mask)
+        jit_score(log_probs[:0], labels, mask)
     with pytest.raises(ValueError, match="labels has shape"):
-        score(log_probs, labels[:-1], mask)
+        jit_score(log_probs, labels[:-1], mask)
     with pytest.raises(ValueError, match="mask has shape"):
-        score(log_probs, labels, mask[:-1])
+        jit_score(log_probs, labels, mask[:-1])
     with pytest.raises(ValueError, match="bins=0"):
-        score(log_probs, labels, mask, bins=0)
+        jit_score(log_probs, labels, mask, bins=0)
     with pytest.raises(ValueError, match="stack the Scores"):
-        summarise(score(log_probs, labels, mask))
+        summarise(jit_score(log_probs, labels, mask))
 
 
 def test_calibration_against_scikit_learn():
@@ -236,7 +238,7 @@ def test_calibration_against_scikit_learn():
     logits = rng.normal(size=(400, 5)).astype(np.float32) * 2
     labels = rng.integers(0, 5, 400).astype(np.int32)
     log_probs = jax.nn.log_softmax(jnp.asarray(logits))
-    scores = score(log_probs[None], jnp.asarray(labels), jnp.ones(400, bool))
+    scores = jit_score(log_probs[None], jnp.asarray(labels), jnp.ones(400, bool))
     found = summarise(jax.tree.map(lambda leaf: leaf[None], scores))
 
     confidence = np.exp(np.asarray(log_probs)).max(1)

@@ -7,7 +7,10 @@ import pytest
 from scipy.special import log_softmax
 from scipy.stats import entropy
 
-from fedvi.evaluation import predictive_log_probs, predictive_uncertainty
+from fedvi import evaluation
+
+predictive_log_probs = jax.jit(evaluation.predictive_log_probs)
+predictive_uncertainty = jax.jit(evaluation.predictive_uncertainty)
 
 
 def draws(samples=3, batch=64, classes=4, spread=2.0):
@@ -33,7 +36,7 @@ def test_average_of_tiny_probabilities_stays_finite():
 
 def test_entropy_and_mutual_information_equal_scipy():
     log_probs = draws()
-    found = jax.jit(predictive_uncertainty)(jnp.asarray(log_probs, jnp.float32))
+    found = predictive_uncertainty(jnp.asarray(log_probs, jnp.float32))
     p = np.exp(log_probs)
     total = entropy(p.mean(axis=0), axis=-1)
     information = total - entropy(p, axis=-1).mean(axis=0)
@@ -50,7 +53,7 @@ def test_mutual_information_of_extreme_cases():
     assert total.tolist() == information.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("samples", [1, 2, 7])
+@pytest.mark.parametrize("samples", [1, 7])
 def test_samples_that_agree_share_no_information(samples):
     one = jnp.asarray(draws(1, batch=500, classes=11), jnp.float32)
     total, information = predictive_uncertainty(jnp.repeat(one, samples, axis=0))

@@ -19,22 +19,27 @@ def predict(x, mask):
     return jnp.where(mask[None, :, None], jax.nn.log_softmax(logits), jnp.nan)
 
 
-@pytest.mark.parametrize("batch_size", [128, 4, 3, 1])
-@pytest.mark.parametrize("size", [10, 7, 0])
-def test_every_example_has_its_own_figures(batch_size, size):
-    data = ClientData(jnp.asarray(X), jnp.zeros(10, jnp.int32), jnp.int32(size))
-    found = uncertainty_in_batches(predict, data, batch_size)
-    np.testing.assert_array_equal(found.mask, np.arange(10) < size)
-    logits = np.einsum("sij,bi->sbj", WEIGHTS, X[:size]).astype(np.float64)
-    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    total = entropy(p.mean(0), axis=-1)
-    information = total - entropy(p, axis=-1).mean(0)
-    for values, expected in ((found[0], total), (found[1], information)):
-        np.testing.assert_allclose(values[:size], expected, rtol=1e-4, atol=1e-6)
-        assert not np.any(values[size:])
-    scores = score_in_batches(predict, data, batch_size)
-    np.testing.assert_allclose(scores.entropy, total.sum(), rtol=1e-5)
-    np.testing.assert_allclose(scores.mutual_information, information.sum(), rtol=1e-4)
+@pytest.mark.parametrize("batch_size", [128, 4, 1])
+def test_every_example_has_its_own_figures(batch_size):
+    @jax.jit
+    def run(data):
+        found = uncertainty_in_batches(predict, data, batch_size)
+        return found, score_in_batches(predict, data, batch_size)
+
+    for size in (10, 7, 0):
+        found, scores = run(ClientData(X, np.zeros(10, np.int32), np.int32(size)))
+        np.testing.assert_array_equal(found.mask, np.arange(10) < size)
+        logits = np.einsum("sij,bi->sbj", WEIGHTS, X[:size]).astype(np.float64)
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        total = entropy(p.mean(0), axis=-1)
+        information = total - entropy(p, axis=-1).mean(0)
+        for values, expected in ((found[0], total), (found[1], information)):
+            np.testing.assert_allclose(values[:size], expected, rtol=1e-4, atol=1e-6)
+            assert not np.any(values[size:])
+        np.testing.assert_allclose(scores.entropy, total.sum(), rtol=1e-5)
+        np.testing.assert_allclose(
+            scores.mutual_information, information.sum(), rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("decimals", [0, 1, 8])  # with many, some and no ties

@@ -7,6 +7,7 @@ import pytest
 from flax import linen as nn
 
 from fedvi.distributions.draws import standard_normal_like
+from fedvi.flat import trees
 from fedvi.nn import BatchNorm, Conv, DepthwiseConv, Model, build, from_flax
 from fedvi.nn.local_reparameterisation import VARIANCE_FLOOR, apply_local
 
@@ -209,7 +210,7 @@ def test_zero_scale_is_apply_alone_per_client_and_scanned(source):
 
 def test_a_parameter_beside_layers_is_drawn_once_for_the_batch():
     model = own_model()
-    params = model.init(KEY)
+    params = trees(model.init(KEY))
     scale = jax.tree.map(jnp.zeros_like, params)
     scale["body"]["gain"] = np.full((1, 3), 0.5, np.float32)
     x = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 2)).astype(np.uint8)
@@ -308,7 +309,7 @@ def test_layers_that_are_not_plainly_linear_are_drawn_by_weight(kind):
 def test_gradients_are_finite_at_the_edges(deviation):
     """First and second derivatives, with an all-zero example."""
     model = build("mlp", classes=2, input_shape=(3,), hidden=(4,))
-    mean = model.init(KEY)
+    mean = trees(model.init(KEY))
     scale = jax.tree.map(lambda p: jnp.full_like(p, deviation), mean)
     for part in scale.values():
         for layer in part.values():

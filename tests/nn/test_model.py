@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from fedvi.flat import trees
 from fedvi.nn import (
     BatchNorm,
     Conv,
     DepthwiseConv,
+    Model,
     from_flax,
     global_avg_pool,
     max_pool,
     parameter_count,
+    regroup,
+    weight_paths,
 )
 
 
@@ -59,14 +63,16 @@ def test_body_head_and_preprocessing():
     assert (model.name, model.classes) == ("Net", 3)
     params = model.init(jax.random.key(0))
     assert set(params) == {"body", "head"}
-    assert set(params["body"]) == {"Conv_0", "Dense_0"}
-    assert set(params["head"]) == {"Dense_1"}
+    layers = trees(params)
+    assert set(layers["body"]) == {"Conv_0", "Dense_0"}
+    assert set(layers["head"]) == {"Dense_1"}
     assert parameter_count(params) == (9 * 2 * 4 + 4) + (4 * 5 + 5) + (5 * 3 + 3)
     x = np.random.default_rng(0).integers(0, 256, (4, 6, 6, 2)).astype(np.uint8)
     direct = Net(3).apply(
-        {"params": {**params["body"], **params["head"]}}, (x - np.float32(100)) / 50
+        {"params": {**layers["body"], **layers["head"]}}, (x - np.float32(100)) / 50
     )
     np.testing.assert_allclose(model.apply(params, x), direct, atol=1e-6)
+    np.testing.assert_array_equal(model.apply(layers, x), model.apply(params, x))
     masked = model.apply(params, x, np.array([True, False, True, True]))
     np.testing.assert_allclose(masked, direct, atol=1e-6)
 
@@ -75,14 +81,40 @@ def test_another_number_of_classes_keeps_the_body():
     model = from_flax(Net(3), (6, 6, 2), head=("Dense_0", "Dense_1"), name="mine")
     wide = model.with_classes(7)
     assert (wide.name, wide.classes) == ("mine", 7)
-    shapes, wider = (jax.eval_shape(m.init, jax.random.key(0)) for m in (model, wide))
+    shapes, wider = (
+        jax.eval_shape(lambda key, m=m: trees(m.init(key)), jax.random.key(0))
+        for m in (model, wide)
+    )
     assert shapes["body"] == wider["body"]
     assert set(wider["head"]) == {"Dense_0", "Dense_1"}
     assert wider["head"]["Dense_1"]["kernel"].shape == (5, 7)
     per_client = jax.eval_shape(
-        jax.vmap(wide.init), jax.random.split(jax.random.key(0))
+        lambda keys: trees(jax.vmap(wide.init)(keys)),
+        jax.random.split(jax.random.key(0)),
     )
     assert per_client["head"]["Dense_1"]["kernel"].shape == (2, 5, 7)
+
+
+def group(path):
+    return "norms" if "bias" in path else path.split("/")[0] + "s"
+
+
+def test_other_groups_of_weights_are_the_same_model():
+    model = from_flax(Net(3), (6, 6, 2), head="Dense_1", preprocess=normalise)
+    paths = weight_paths(model)
+    assert "body/Conv_0/kernel" in paths and "head/Dense_1/bias" in paths
+    other = regroup(model._replace(loss=len), group)
+    assert (other.name, other.classes, other.loss) == ("Net", 3, len)
+    params, grouped = (m.init(jax.random.key(0)) for m in (model, other))
+    assert set(grouped) == {"bodys", "heads", "norms"}
+    assert grouped["norms"].vector.shape == (4 + 5 + 3,)
+    x = np.random.default_rng(0).integers(0, 256, (4, 6, 6, 2)).astype(np.uint8)
+    np.testing.assert_allclose(
+        other.apply(grouped, x), model.apply(params, x), atol=1e-6
+    )
+    bare = Model(model.init, model.apply, model.with_classes, "mine", 3)
+    with pytest.raises(ValueError, match=r"regrouped is not given.*from_flax"):
+        regroup(bare, group)
 
 
 def test_the_mask_reaches_batch_statistics():

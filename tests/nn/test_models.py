@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from fedvi.flat import trees
 from fedvi.nn import BatchNorm, Conv, DepthwiseConv, build, parameter_count
 from fedvi.nn.models import ResNetBlock
 
@@ -40,7 +41,7 @@ def test_parameter_counts_and_logits(name, classes, input_shape, body, head):
 
 def test_mlp_is_a_relu_network():
     model = build("mlp", classes=3, input_shape=(2, 2), hidden=(5, 4))
-    params = model.init(jax.random.key(0))
+    params = trees(model.init(jax.random.key(0)))
     x = np.random.default_rng(0).normal(size=(6, 2, 2))
     h = x.reshape(6, 4)
     for layer in (params["body"]["Dense_0"], params["body"]["Dense_1"]):
@@ -54,7 +55,7 @@ def test_another_number_of_classes_keeps_body_options_and_preprocessing():
         "mlp", classes=3, input_shape=(4,), preprocess=lambda x: 2.0 * x, hidden=(5,)
     )
     wide = model.with_classes(8)
-    params = wide.init(jax.random.key(1))
+    params = trees(wide.init(jax.random.key(1)))
     assert (wide.name, wide.classes) == ("mlp", 8)
     assert params["body"]["Dense_0"]["kernel"].shape == (4, 5)
     x = np.ones((2, 4), np.float32)
@@ -78,7 +79,7 @@ class FlaxLeNet(nn.Module):
 
 def test_lenet_equals_a_network_of_flax_layers():
     model = build("lenet", classes=10, input_shape=COLOUR)
-    params = model.init(jax.random.key(0))
+    params = trees(model.init(jax.random.key(0)))
     x = np.random.default_rng(0).normal(size=(2, *COLOUR)).astype(np.float32)
     merged = {**params["body"], **params["head"]}
     expected = jax.jit(FlaxLeNet().apply)({"params": merged}, x)

@@ -38,8 +38,8 @@ def test_the_kernels_are_those_of_the_papers():
     np.testing.assert_allclose(IMQ.value(ratio), 1 / np.sqrt(1 + ratio), rtol=1e-6)
 
 
-# 1, 3, 6, 10, 15, 28, 55 and 780 pairs: odd and even numbers of them.
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 8, 11, 40])
+# 1, 3, 6, 55 and 780 pairs: odd and even numbers of them.
+@pytest.mark.parametrize("count", [2, 3, 4, 11, 40])
 def test_the_bandwidth_is_the_exact_median_over_different_pairs(count):
     """Normal draws, and points of a small lattice, whose distances have many ties."""
     rng = np.random.default_rng(count)
@@ -85,16 +85,6 @@ def test_one_or_identical_particles_have_bandwidth_one(offset):  # C15
     assert bandwidths(np.repeat(here, 7, axis=1)) == 1
 
 
-def test_the_bandwidth_of_a_pytree_is_that_of_its_ravelled_matrix():
-    rng = np.random.default_rng(1)
-    tree = {"a": rng.normal(size=(5, 2, 2)), "b": rng.normal(size=5)}
-    tree = jax.tree.map(jnp.float32, tree)
-    matrix = np.concatenate([np.reshape(tree["a"], (5, 4)), tree["b"][:, None]], 1)
-    np.testing.assert_allclose(
-        median_bandwidth(tree), numpy_bandwidth(matrix), rtol=1e-5
-    )
-
-
 def test_a_gram_matrix_has_an_exact_diagonal_and_centred_particles():
     particles = np.random.default_rng(2).normal(size=(6, 40)) * 100 + 1000
     pairs = gram(jnp.float32(particles), 2.0)
@@ -111,6 +101,6 @@ def test_a_bandwidth_that_is_not_positive_and_finite_is_refused(bandwidth):
 
 
 def test_no_particles_have_no_bandwidth():
-    for particles in (jnp.zeros((0, 3)), {}, {"a": jnp.ones(2), "b": jnp.ones(3)}):
-        with pytest.raises(ValueError, match=r"particles has leaves of shapes \["):
+    for particles in (jnp.zeros((0, 3)), jnp.ones(3), {"a": jnp.ones((2, 3))}):
+        with pytest.raises(ValueError, match="particles is .* must be a matrix"):
             median_bandwidth(particles)
