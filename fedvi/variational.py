@@ -4,19 +4,29 @@ What the mean-field algorithms share. A `Family` says what a posterior is, a
 `BayesianNetwork` how its weights are drawn; both see one client and one batch.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import distrax
 import jax
 import jax.numpy as jnp
 
-from fedvi import checks
+from fedvi.algorithm import Algorithm
 from fedvi.distributions import mean_field, spike_and_slab
-from fedvi.distributions.draws import standard_normal_like
+from fedvi.flat import trees
 from fedvi.nn import Model, parameter_count
+from fedvi.options import Options, option
 
-__all__ = ["BayesianNetwork", "Family", "bernoulli_gaussian", "normal"]
+__all__ = [
+    "BayesianNetwork",
+    "Family",
+    "Sampling",
+    "bernoulli_gaussian",
+    "normal",
+    "posterior_estimate",
+]
 
 
 # Of a prediction: thousands of draws shall not need thousands of times the activations.
@@ -28,36 +38,36 @@ class Family(NamedTuple):
 
     Attributes:
       init: `(params) -> q`, centred at `params`.
+      sample: `(key, q, eps_scale) -> params`, one draw, its noise times `eps_scale`.
       conditional: `(key, q) -> (mean, scale)`, pytrees like `params`: given what `q`
         draws first (gates, if it has any), the weights are N(mean, scale²).
       kl: `(q, p) ->` KL(q ‖ p) in nats.
       moments: `(q, near) -> statistics` whose mean over clients `from_moments` takes;
         `near` is a posterior that clients and server know, to which they refer.
       from_moments: `(mean statistics, near) -> w`, which minimises Σ_i KL(q_i ‖ w).
+      distribution: `(q) -> distrax.Distribution` over the tree of layers.
     """
 
     init: Callable[[Any], Any]
+    sample: Callable[..., Any]
     conditional: Callable[..., tuple[Any, Any]]
     kl: Callable[..., jax.Array]
     moments: Callable[..., Any]
     from_moments: Callable[..., Any]
+    distribution: Callable[[Any], distrax.Distribution]
 
 
-def normal(rho: float, link: str = "softplus") -> Family:
+def normal(rho: float, link: mean_field.Link = "softplus") -> Family:
     """Mean-field normal, all scales starting at link(rho).
 
     Args:
       rho: initial unconstrained scale.
       link: "softplus" or "exp".
-
-    Raises:
-      ValueError: rho is NaN or infinite.
     """
-    checks.finite("rho", rho)
 
     def moments(q, near):
         statistics = mean_field.moments(q, near.mu)
-        del statistics["mass"]  # 1, and not sent
+        del statistics["mass"]  # 1 for all
         return statistics
 
     def from_moments(statistics, near):
@@ -66,10 +76,12 @@ def normal(rho: float, link: str = "softplus") -> Family:
 
     return Family(
         init=lambda params: mean_field.from_rho(params, rho, link),
+        sample=mean_field.sample,
         conditional=lambda key, q: (q.mu, mean_field.scale(q)),
         kl=mean_field.kl,
         moments=moments,
         from_moments=from_moments,
+        distribution=mean_field.distribution,
     )
 
 
@@ -80,74 +92,81 @@ def bernoulli_gaussian(rho: float, inclusion: float, temperature: float) -> Fami
       rho: initial unconstrained scale of the slab, softplus.
       inclusion: initial λ in (0, 1).
       temperature: τ > 0 of the gates' straight-through gradient (Eq. 41).
-
-    Raises:
-      ValueError: rho is NaN or infinite.
     """
-    checks.finite("rho", rho)
 
     def init(params):
         return spike_and_slab.init(mean_field.from_rho(params, rho), inclusion)
 
     def conditional(key, q):
         gates = spike_and_slab.gates(key, q, temperature)
-        scale = mean_field.scale(q.slab)
-        return (
-            jax.tree.map(jnp.multiply, gates, q.slab.mu),
-            jax.tree.map(jnp.multiply, gates, scale),
-        )
+        slab = (q.slab.mu, mean_field.scale(q.slab))
+        return tuple(jax.tree.map(jnp.multiply, gates, part) for part in slab)
 
     return Family(
         init=init,
+        sample=lambda key, q, eps_scale: spike_and_slab.sample(
+            key, q, temperature, eps_scale
+        ),
         conditional=conditional,
         kl=spike_and_slab.kl,
         moments=lambda q, near: spike_and_slab.moments(q, near.slab.mu),
         from_moments=lambda statistics, near: spike_and_slab.from_moments(
             statistics, near.slab.mu
         ),
+        distribution=spike_and_slab.distribution,
     )
 
 
-class BayesianNetwork(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling(Options):
+    """Options of the draws from a posterior."""
+
+    sampling: Literal["weight", "local"] = option(
+        "local",
+        "What is drawn in training and prediction. weight: the weights, once for a "
+        "batch (the papers); local: the activations (local reparameterisation), for "
+        "dense layers with the same expected gradient and less variance; convolutions "
+        "are better served by weight. Gates are drawn as weights are in both.",
+    )
+    mc_samples: int = option(
+        1, "a, draws that a step's loss is averaged of.", at_least=1
+    )
+    num_samples: int = option(10, "Draws of a prediction.", at_least=1)
+    eps_scale: float = option(
+        1.0,
+        "Factor on the noise of every draw, of normals and slabs.",
+        source="the papers: 1; pFedBayes' public code: 0.001",
+        at_least=0,
+        traced=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BayesianNetwork:
     """A model whose weights follow a posterior.
 
     Attributes:
       model: the network and its likelihood.
       family: of the posteriors.
-      sampling: "weight": one draw of the weights for a whole batch (the papers);
-        "local": draws of the activations (local reparameterisation), with the same
-        expected gradient for dense layers and less variance.
-      mc_samples: a, draws a loss is averaged over.
-      num_samples: draws of a prediction.
-      eps_scale: factor on the noise of the draws; 1 as in the papers.
+      options: how to draw.
+
+    Raises:
+      ValueError: more draws than fit in memory.
     """
 
     model: Model
     family: Family
-    sampling: str
-    mc_samples: int
-    num_samples: int
-    eps_scale: float
+    options: Sampling
 
-    def check(self) -> "BayesianNetwork":
-        """Returns itself.
-
-        Raises:
-          ValueError: an option outside its range, or more draws than fit in memory.
-        """
-        checks.one_of("sampling", self.sampling, ("weight", "local"))
-        checks.finite("eps_scale", self.eps_scale)
-        checks.at_least("eps_scale", self.eps_scale, 0)
+    def __post_init__(self):
         most = _most_draws(self.model)
         for name in ("mc_samples", "num_samples"):
-            draws = getattr(self, name)
-            checks.at_least(name, draws, 1)
+            draws = getattr(self.options, name)
             if draws > most:
                 raise ValueError(
                     f"{name}={draws} draws of {self.model.name} do not fit into this "
                     f"device's memory: {most:,} do"
                 )
-        return self
 
     def loss(self, key, q, batch):
         """E_q[-log p(y|x, θ)], Monte-Carlo estimate of the mean over the batch."""
@@ -156,9 +175,9 @@ class BayesianNetwork(NamedTuple):
             outputs = self._outputs(key, q, batch.x, batch.mask)
             return self.model.loss(outputs, batch.y, batch.mask)
 
-        if self.mc_samples == 1:
+        if self.options.mc_samples == 1:
             return one(key)
-        return jax.vmap(one)(jax.random.split(key, self.mc_samples)).mean()
+        return jax.vmap(one)(jax.random.split(key, self.options.mc_samples)).mean()
 
     def predict(self, key, q, x, mask=None):
         """Log class probabilities `[num_samples, batch, classes]`."""
@@ -166,21 +185,47 @@ class BayesianNetwork(NamedTuple):
         def one(key):
             return jax.nn.log_softmax(self._outputs(key, q, x, mask))
 
-        keys = jax.random.split(key, self.num_samples)
-        if self.num_samples <= _DRAWS_AT_ONCE:
+        keys = jax.random.split(key, self.options.num_samples)
+        if len(keys) <= _DRAWS_AT_ONCE:
             return jax.vmap(one)(keys)
         return jax.lax.map(one, keys, batch_size=_DRAWS_AT_ONCE)
 
     def _outputs(self, key, q, x, mask):
         """Outputs `[batch, classes]` under one draw."""
+        eps_scale = self.options.eps_scale
+        if self.options.sampling == "weight":
+            params = self.family.sample(key, q, eps_scale)
+            return self.model.apply(trees(params), x, mask)
         gate_key, noise_key = jax.random.split(key)
-        mean, scale = self.family.conditional(gate_key, q)
-        scale = jax.tree.map(lambda s: self.eps_scale * s, scale)
-        if self.sampling == "local":
-            return self.model.apply_local(noise_key, mean, scale, x, mask)
-        noise = standard_normal_like(noise_key, mean)
-        params = jax.tree.map(lambda m, s, z: m + s * z, mean, scale, noise)
-        return self.model.apply(params, x, mask)
+        mean, scale = trees(self.family.conditional(gate_key, q))
+        scale = jax.tree.map(lambda s: eps_scale * s, scale)
+        return self.model.apply_local(noise_key, mean, scale, x, mask)
+
+
+def posterior_estimate(
+    name: str, network: BayesianNetwork, global_of: Callable, **functions
+) -> Algorithm:
+    """The `Algorithm` of a method whose models are posteriors of `network.family`.
+
+    Args:
+      name: of the method.
+      network: what predicts.
+      global_of: `(server) -> q`, the global posterior.
+      **functions: the other fields of `Algorithm`; `personalise` returns a posterior.
+    """
+    distribution = network.family.distribution
+    return Algorithm(
+        name=name,
+        global_predictive=lambda key, server, x, mask: network.predict(
+            key, global_of(server), x, mask
+        ),
+        personal_predictive=lambda key, server, personal, x, mask: network.predict(
+            key, personal, x, mask
+        ),
+        posterior=lambda server: distribution(global_of(server)),
+        personal_posterior=lambda server, personal: distribution(personal),
+        **functions,
+    )
 
 
 def _most_draws(model: Model) -> int:

@@ -1,12 +1,16 @@
 """The registered algorithms, by the name that a flag or a table gives them."""
 
+from fedvi.algorithms.bpfed import bpfed
+from fedvi.algorithms.cfedbayes import cfedbayes
 from fedvi.algorithms.dsvgd import dsvgd
+from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
+from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
     ALGORITHMS,
@@ -15,13 +19,17 @@ from fedvi.algorithms.registry import (
     options_of,
     register,
 )
+from fedvi.algorithms.sfedbayes import sfedbayes
 
 __all__ = [
     "ALGORITHMS",
+    "bpfed",
     "build",
     "builder",
     "centralised",
+    "cfedbayes",
     "dsvgd",
+    "fedabml",
     "fedavg",
     "fedbabu",
     "fedhb_mixture",
@@ -30,13 +38,20 @@ __all__ = [
     "local_only",
     "options_of",
     "parallel_dsvgd",
+    "pfedbayes",
     "register",
+    "sfedbayes",
 ]
 
 for _builder in (
     fedavg,
     fedprox,
     fedbabu,
+    pfedbayes,
+    sfedbayes,
+    cfedbayes,
+    bpfed,
+    fedabml,
     dsvgd,
     parallel_dsvgd,
     fedhb_niw,

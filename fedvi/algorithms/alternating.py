@@ -1,26 +1,57 @@
 """The client's side of pFedBayes and its kin: two posteriors, updated in turn."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedvi import checks
-from fedvi.algorithm import Wire
+from fedvi.algorithms.common import gradient_only
 from fedvi.local import LocalTraining, fold_minibatches, num_steps
-from fedvi.variational import Family
+from fedvi.options import option
+from fedvi.variational import BayesianNetwork, Family, Sampling
 
 __all__ = [
+    "Alternating",
     "Learner",
     "alternate",
-    "check_steps",
-    "check_zeta",
+    "at_rate",
+    "averaged",
+    "free_energy",
     "learner",
-    "posterior_wire",
-    "where",
+    "require_moving",
+    "summands",
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternating(Sampling):
+    """Options of all methods that update two posteriors in turn."""
+
+    init_std: float | None = option(
+        None,
+        "Standard deviation of the initial means of all weights, biases and "
+        "normalisation included; None: the network's initialiser.",
+        source="pFedBayes' public code: 0.1",
+        above=0,
+        traced=True,
+    )
+    personal_steps: int = option(
+        5, "Steps of q on a minibatch.", source="pFedBayes' public code", at_least=1
+    )
+    global_steps: int = option(
+        1, "Steps of w on a minibatch.", source="pFedBayes' public code", at_least=0
+    )
+    global_learning_rate: float | None = option(
+        None, "Of w, in all rounds; None: that of q.", above=0, traced=True
+    )
+    average: Literal["parameters", "moments"] = option(
+        "parameters",
+        "Of the uploads. parameters: the mean of (μ, ρ) (pFedBayes Alg. 1); moments: "
+        "the minimiser of Σ_i KL(. ‖ w) (Lemma A.2).",
+    )
 
 
 class Learner(NamedTuple):
@@ -35,53 +66,64 @@ def learner(posterior, training: LocalTraining) -> Learner:
     return Learner(posterior, training.optimizer_at(0).init(posterior))
 
 
-def check_steps(
-    personal_steps: int, global_steps: int, global_learning_rate: float | None
-) -> None:
-    """Raises `ValueError` for an option outside its range."""
-    checks.at_least("personal_steps", personal_steps, 1)
-    checks.at_least("global_steps", global_steps, 0)
-    if global_learning_rate is not None:
-        checks.positive("global_learning_rate", global_learning_rate)
-
-
-def check_zeta(zeta: float, upload: str) -> None:
-    """Raises `ValueError` for a ζ below 0, or of 0 where only the KL moves w."""
-    checks.finite("zeta", zeta)
-    checks.at_least("zeta", zeta, 0)
-    if zeta == 0 and upload == "localised":
+def require_moving(name: str, weight: float, sent: str) -> None:
+    """Raises `ValueError` if the KL term's weight is 0, where nothing else moves w."""
+    if not isinstance(weight, jax.core.Tracer) and weight == 0:
         raise ValueError(
-            "zeta=0 with upload='localised' sends what nothing moves: give a positive "
-            "zeta, or upload='personal'"
+            f"{name}={weight} with {sent} sends what nothing moves: give a positive "
+            f"{name}, or another {sent.split('=')[0]}"
         )
 
 
-def posterior_wire(
-    family: Family, average: str, broadcast_of: Callable[[Any], Any]
-) -> Wire:
-    """A posterior travels as the difference of its parameters to the broadcast one.
+def summands(family: Family, average: str, near, moved):
+    """The statistics of an upload: itself, or the moments of the posterior behind it.
 
-    Not its moments, whatever the server averages: of rounded ones a variance may come
-    out negative.
+    A posterior travels as `moved`, the difference of its parameters to the broadcast
+    one, whatever the server averages: of rounded moments a variance may come out
+    negative.
+    """
+    if average == "parameters":
+        return moved
+    return family.moments(optax.tree.add(near, moved), near)
+
+
+def averaged(family: Family, average: str, near, mean):
+    """The average posterior, from the mean of the `summands` around `near`."""
+    if average == "parameters":
+        return optax.tree.add(near, mean)
+    return family.from_moments(mean, near)
+
+
+def free_energy(
+    network: BayesianNetwork,
+    weight: float,
+    data,
+    kl: Callable | None = None,
+    complete: Callable = lambda q: q,
+) -> tuple[Callable, Callable]:
+    """What `alternate` descends, of one client with n examples (pFedBayes Eq. 30, 31).
+
+        objective   -1/b Σ_j E_q[log p(y_j|x_j, θ)] + weight/n KL(q ‖ w)
+        divergence  weight/n KL(q ‖ w)
+
+    For descent: the value of the first is its data term, of the second 0.
 
     Args:
-      family: of the posterior.
-      average: "parameters" or "moments", what the statistics are.
-      broadcast_of: `(server) -> posterior`, that the client was sent.
+      network: the likelihood.
+      weight: of the KL term (ζ, λ).
+      data: one client's `ClientData`.
+      kl: `(q, w) -> scalar` in place of the family's.
+      complete: makes a posterior of all weights of a `q` that has only some.
     """
+    pull = gradient_only(kl or network.family.kl)
 
-    def pack(server, statistics):
-        near, q = broadcast_of(server), statistics
-        if average == "moments":
-            q = family.from_moments(statistics, near)
-        return jax.tree.map(jnp.subtract, q, near)
+    def divergence(q, w):
+        return weight / jnp.maximum(data.size, 1) * pull(q, w)
 
-    def unpack(server, moved):
-        near = broadcast_of(server)
-        q = jax.tree.map(jnp.add, near, moved)
-        return family.moments(q, near) if average == "moments" else q
+    def objective(key, q, w, batch):
+        return network.loss(key, complete(q), batch) + divergence(q, w)
 
-    return Wire(pack, unpack)
+    return objective, divergence
 
 
 def alternate(
@@ -91,18 +133,14 @@ def alternate(
     training: LocalTraining,
     personal: Learner,
     localised: Learner,
-    *,
-    objective: Callable,
-    divergence: Callable,
-    personal_steps: int,
-    global_steps: int,
+    energy: tuple[Callable, Callable],
+    steps: tuple[int, int],
     global_learning_rate: float | None = None,
 ) -> tuple[Learner, Learner, jax.Array]:
     """Client update of pFedBayes' Alg. 1 (BPFed's and FedABML's are of its form).
 
-    For every minibatch: `personal_steps` steps of q on `objective` with w held fixed,
-    fresh draws in each, then `global_steps` steps of w on `divergence` with q held
-    fixed.
+    For every minibatch: steps of q on the objective with w held fixed, fresh draws in
+    each, then steps of w on the divergence with q held fixed.
 
     Args:
       key: typed PRNG key.
@@ -111,21 +149,17 @@ def alternate(
       training: minibatches and optimiser.
       personal: q.
       localised: w, the localised global posterior.
-      objective: `(key, q, w, Batch) -> scalar`, with the gradient of Eq. 30 by q; its
-        value is only reported, and may be that of the data term.
-      divergence: `(q, w) -> scalar`, with the gradient of Eq. 31 by w.
-      personal_steps: steps of q on a minibatch (public code: 5).
-      global_steps: steps of w on a minibatch (public code: 1).
+      energy: such as `free_energy` makes: the objective, `(key, q, w, Batch) ->
+        scalar`, whose value is only reported; the divergence, `(q, w) -> scalar`.
+      steps: on a minibatch: of q, of w.
       global_learning_rate: of w; None: that of `training`.
 
     Returns:
       (q, w, mean over the minibatches of the objective before q's last step).
     """
+    objective, divergence = energy
     optimizer = training.optimizer_at(round)
-    w_training = training
-    if global_learning_rate is not None:
-        w_training = training._replace(learning_rate=global_learning_rate)
-    w_optimizer = w_training.optimizer_at(round)
+    w_optimizer = at_rate(training, global_learning_rate).optimizer_at(round)
 
     def minibatch(key, carry, batch):
         q, w, total = carry
@@ -142,8 +176,8 @@ def alternate(
             return _descend(w_optimizer, w, gradients)
 
         start = (q, jnp.zeros(()))
-        q, value = jax.lax.fori_loop(0, personal_steps, personal_step, start)
-        w = jax.lax.fori_loop(0, global_steps, global_step, w)
+        q, value = jax.lax.fori_loop(0, steps[0], personal_step, start)
+        w = jax.lax.fori_loop(0, steps[1], global_step, w)
         return q, w, total + value
 
     start = (personal, localised, jnp.zeros(()))
@@ -151,9 +185,11 @@ def alternate(
     return q, w, total / jnp.maximum(num_steps(data.size, training), 1)
 
 
-def where(condition, a, b):
-    """Pytree `a` if the scalar condition holds, else `b`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+def at_rate(training: LocalTraining, rate: float | None) -> LocalTraining:
+    """`training` at another learning rate, in all rounds; None: at its own."""
+    if rate is None:
+        return training
+    return training._replace(learning_rate=lambda round: rate)
 
 
 def _descend(optimizer, learner: Learner, gradients) -> Learner:

@@ -4,78 +4,68 @@ Chen, Liu, Cao and Zhang, "Bayesian personalized federated learning with shared 
 personalized uncertainty representations" (2023).
 """
 
+import dataclasses
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fedvi import checks
-from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import (
-    Learner,
-    alternate,
-    check_steps,
-    check_zeta,
-    learner,
-    posterior_wire,
-    where,
-)
-from fedvi.algorithms.common import gradient_only, normal_init
+from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.pfedbayes import Halves, PFedBayes, pfedbayes_of
+from fedvi.algorithms.registry import builder
+from fedvi.distributions import mean_field
 from fedvi.distributions.mean_field import MeanField
-from fedvi.nn import Model
+from fedvi.flat import trees
+from fedvi.nn import Model, regroup, weight_paths
+from fedvi.options import option
 from fedvi.variational import BayesianNetwork, normal
 
-__all__ = ["Client", "Server", "bpfed", "personal_weights"]
+__all__ = ["BPFed", "bpfed", "half", "join", "split"]
 
 
-class Server(NamedTuple):
-    """Server state.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BPFed(PFedBayes):
+    """Options of `bpfed`; what is said of w holds for π."""
 
-    Attributes:
-      posterior: of the shared factors; None in place of the personalised ones.
-      newcomer: the first prior of a client's personalised factors, the reverse.
-    """
+    personal_part: str = option(
+        "head",
+        "Regular expression, found in the personalised weights' paths, such as "
+        "head/classifier/kernel or body/Dense_0/bias.",
+        source="§VI: the last layer",
+    )
+    zeta: float = option(
+        1.0,
+        "ζ, weight of the KL terms. At 0 nothing moves π: only with upload=personal.",
+        source="Eq. 10; the public code's 1e-3 / 20 on the mean loss is ζ = 5e-5 n",
+        at_least=0,
+        traced=True,
+    )
+    kl_direction: Literal["forward", "reverse"] = option(
+        "forward",
+        "forward: KL(q ‖ π) (Eq. 10, 11); reverse: KL(π ‖ q) in both (public code).",
+    )
+    rho: float = option(
+        -3.0,
+        "Initial unconstrained scale, σ = softplus(ρ).",
+        source="public code: σ = 0.049",
+        traced=True,
+    )
+    start: Literal["prior", "broadcast", "personal"] = option(
+        "prior",
+        "Where q starts in a round. prior: at π(φ_i^{t-1}) π(θ^t); broadcast: its q(φ) "
+        "where it stopped, its q(θ) at π(θ^t) (Alg. 1 can be read either way); "
+        "personal: both where they stopped (public code).",
+    )
+    upload: Literal["localised", "personal"] = option(
+        "localised",
+        "What is sent. localised: the shared half of π (public code); personal: that "
+        "of q (Alg. 1 can be read either way).",
+    )
 
-    posterior: Any
-    newcomer: Any
 
-
-class Client(NamedTuple):
-    """What a client keeps.
-
-    Attributes:
-      personal: q_i of all factors, and its moments.
-      prior: π, the continual prior of the personalised factors (η̄_i of Alg. 1).
-      moments: of the optimiser of Eq. 11.
-      updates: rounds taken part in.
-    """
-
-    personal: Learner
-    prior: Any
-    moments: Any
-    updates: jax.Array
-
-
-def bpfed(
-    task: Task,
-    *,
-    personal_part: str = "head",
-    zeta: float = 1.0,
-    kl_direction: Literal["forward", "reverse"] = "forward",
-    rho: float = -3.0,
-    init_std: float | None = None,
-    personal_steps: int = 5,
-    global_steps: int = 1,
-    global_learning_rate: float | None = None,
-    start: Literal["prior", "broadcast", "personal"] = "prior",
-    upload: Literal["localised", "personal"] = "localised",
-    average: Literal["parameters", "moments"] = "parameters",
-    sampling: Literal["weight", "local"] = "local",
-    mc_samples: int = 1,
-    num_samples: int = 10,
-    eps_scale: float = 1.0,
-) -> Algorithm:
+@builder(BPFed)
+def bpfed(task: Task, options: BPFed) -> Algorithm:
     """Builds BPFed.
 
     The weights are shared factors θ and personalised factors φ_i. With the prior
@@ -93,166 +83,31 @@ def bpfed(
     The global model that is evaluated has the shared posterior and, for φ, the prior
     that every client started from and moved away from since.
 
-    Args:
-      task: model, local training, population.
-      personal_part: regular expression, found in the personalised weights' paths, such
-        as `head/classifier/kernel` or `body/Dense_0/bias` (§VI: the last layer).
-      zeta: ζ ≥ 0, weight of the KL terms (Eq. 10: 1; the public code's 1e-3 / 20 on
-        the mean loss is ζ = 5e-5 n).
-      kl_direction: `forward`, KL(q ‖ π) (Eq. 10, 11); `reverse`, KL(π ‖ q) in both
-        (public code).
-      rho: initial unconstrained scale (public code: -3, σ = 0.049).
-      init_std: as of `pfedbayes`.
-      personal_steps: steps of q on a minibatch (public code: 5).
-      global_steps: steps of π on a minibatch (public code: 1).
-      global_learning_rate: of π; default: that of q.
-      start: where q starts in a round: `prior`, at π(φ_i^{t-1}) π(θ^t); `broadcast`,
-        its q(φ) where it stopped, its q(θ) at π(θ^t) (Alg. 1 can be read either way);
-        `personal`, both where they stopped (public code).
-      upload: `localised`, the shared half of π (public code); `personal`, that of q
-        (Alg. 1 can be read either way).
-      average: as of `pfedbayes`, of the shared factors.
-      sampling: as of `pfedbayes`.
-      mc_samples: as of `pfedbayes`.
-      num_samples: as of `pfedbayes`.
-      eps_scale: as of `pfedbayes`.
-
     Raises:
       ValueError: an option outside its range, a split that leaves no shared or no
-        personalised weight, or more draws than fit in memory.
+        personalised weight, a model without `regrouped`, or more draws than fit in
+        memory.
     """
-    check_zeta(zeta, upload)
-    if init_std is not None:
-        checks.positive("init_std", init_std)
-    checks.one_of("kl_direction", kl_direction, ("forward", "reverse"))
-    checks.one_of("start", start, ("prior", "broadcast", "personal"))
-    checks.one_of("upload", upload, ("localised", "personal"))
-    checks.one_of("average", average, ("parameters", "moments"))
-    check_steps(personal_steps, global_steps, global_learning_rate)
-    network = BayesianNetwork(
-        task.model, normal(rho), sampling, mc_samples, num_samples, eps_scale
-    ).check()
-    family = network.family
-    own_weights = personal_weights(task.model, personal_part)
-    # Of a posterior, and of its moments: two trees of weights each.
-    own = MeanField(own_weights, own_weights)
+    model = split(task.model, options.personal_part)
+    family = normal(options.rho)
+    family = family._replace(distribution=lambda q: _distribution(task.model, q))
+    halves = Halves(lambda q: half(q, "shared"), lambda q: half(q, "personal"), join)
 
-    def divergence(data, q, prior):
-        pair = (q, prior) if kl_direction == "forward" else (prior, q)
-        return zeta / jnp.maximum(data.size, 1) * gradient_only(family.kl)(*pair)
+    def kl(q, prior):
+        pair = (q, prior) if options.kl_direction == "forward" else (prior, q)
+        return family.kl(*pair)
 
-    def train(key, round, data, training, personal, prior, steps, complete):
-        """`complete` makes a posterior of all weights of one of those that learn."""
-
-        def objective(key, q, prior, batch):
-            return network.loss(key, complete(q), batch) + divergence(data, q, prior)
-
-        return alternate(
-            key,
-            round,
-            data,
-            training,
-            personal,
-            prior,
-            objective=objective,
-            divergence=lambda q, prior: divergence(data, q, prior),
-            personal_steps=steps[0],
-            global_steps=steps[1],
-            global_learning_rate=global_learning_rate,
-        )
-
-    def init(key):
-        posterior = family.init(normal_init(task.model, key, init_std))
-        return Server(_shared(own, posterior), _personal(own, posterior))
-
-    def init_client(key, server):
-        fresh = learner(_join(server.posterior, server.newcomer), task.training)
-        return Client(fresh, server.newcomer, fresh.moments, jnp.zeros((), jnp.int32))
-
-    def start_of(server, client, prior):
-        if start == "prior":
-            return prior
-        q = client.personal.posterior
-        if start == "broadcast":
-            q = _join(server.posterior, _personal(own, q))
-        return where(client.updates == 0, prior, q)
-
-    def client_update(key, round, server, client, data):
-        prior = _join(server.posterior, client.prior)
-        q = start_of(server, client, prior)
-        personal, localised, value = train(
-            key,
-            round,
-            data,
-            task.training,
-            client.personal._replace(posterior=q),
-            Learner(prior, client.moments),
-            (personal_steps, global_steps),
-            complete=lambda q: q,
-        )
-        sent = localised if upload == "localised" else personal
-        statistics = _shared(own, sent.posterior)
-        if average == "moments":
-            statistics = family.moments(statistics, server.posterior)
-        state = Client(
-            personal,
-            _personal(own, localised.posterior),
-            localised.moments,
-            client.updates + 1,
-        )
-        metrics = {"loss": value, "kl": family.kl(personal.posterior, prior)}
-        return ClientOutput(statistics, 1.0, state, metrics)
-
-    def server_update(key, round, server, aggregate):
-        shared = aggregate.mean()
-        if average == "moments":
-            shared = family.from_moments(shared, server.posterior)
-        return server._replace(posterior=shared)
-
-    def global_predictive(key, server, x, mask):
-        return network.predict(key, _join(server.posterior, server.newcomer), x, mask)
-
-    def personalise(key, server, client, data):
-        newcomer = client.updates == 0
-        # Without data nothing is trained: who took part is done.
-        data = data._replace(size=jnp.where(newcomer, data.size, 0))
-        fresh = learner(client.prior, task.finetuning)
-        adapted, _, _ = train(
-            key,
-            0,
-            data,
-            task.finetuning,
-            fresh,
-            fresh,
-            (1, 0),
-            complete=lambda q: _join(server.posterior, q),
-        )
-        adapted = _join(server.posterior, adapted.posterior)
-        return where(newcomer, adapted, client.personal.posterior)
-
-    def personal_predictive(key, server, personal, x, mask):
-        return network.predict(key, personal, x, mask)
-
-    return Algorithm(
-        name="bpfed",
-        init=init,
-        client_update=client_update,
-        server_update=server_update,
-        global_predictive=global_predictive,
-        personalise=personalise,
-        personal_predictive=personal_predictive,
-        init_client=init_client,
-        broadcast=lambda server: server._replace(newcomer=()),
-        wire=posterior_wire(family, average, lambda server: server.posterior),
-    )
+    network = BayesianNetwork(model, family, options)
+    return pfedbayes_of("bpfed", task, network, halves, kl)
 
 
-def personal_weights(model: Model, pattern: str):
-    """Pytree of bool like the model's parameters: whether a weight is personalised.
+def split(model: Model, pattern: str) -> Model:
+    """The model with its weights in two groups, "personal" and "shared".
 
     Args:
       model: the network.
-      pattern: regular expression, searched in paths such as `head/classifier/kernel`.
+      pattern: regular expression, searched in paths such as `head/classifier/kernel`;
+        where it is found, a weight is personalised.
 
     Raises:
       ValueError: not a regular expression, or it leaves no weight on one side.
@@ -263,33 +118,42 @@ def personal_weights(model: Model, pattern: str):
         raise ValueError(
             f"personal_part={pattern!r} is no regular expression: {error}"
         ) from None
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    paths = jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), shapes
-    )
-    split = jax.tree.map(lambda path: found(path) is not None, paths)
-    if len(set(jax.tree.leaves(split))) < 2:
-        side = "shared" if any(jax.tree.leaves(split)) else "personalised"
+    paths = weight_paths(model)
+    sides = {found(path) is not None for path in paths}
+    if len(sides) < 2:
+        side = "shared" if True in sides else "personalised"
         raise ValueError(
             f"personal_part={pattern!r} leaves no {side} weight of {model.name}: it "
-            f"has {', '.join(jax.tree.leaves(paths))}"
+            f"has {', '.join(paths)}"
         )
-    return split
+    return regroup(model, lambda path: "personal" if found(path) else "shared")
 
 
-def _shared(own, posterior):
-    return jax.tree.map(lambda mine, leaf: None if mine else leaf, own, posterior)
+def half(q: MeanField, group: str) -> MeanField:
+    """The posterior of one group's weights."""
+    return MeanField(q.mu[group], q.rho[group], q.link)
 
 
-def _personal(own, posterior):
-    return jax.tree.map(lambda mine, leaf: leaf if mine else None, own, posterior)
-
-
-def _join(shared, personal):
-    """A posterior from its two halves, each None where the other is not."""
-    return jax.tree.map(
-        lambda a, b: b if a is None else a,
-        shared,
-        personal,
-        is_leaf=lambda leaf: leaf is None,
+def join(shared: MeanField, personal: MeanField) -> MeanField:
+    """A posterior of all weights from its two halves."""
+    return MeanField(
+        {"personal": personal.mu, "shared": shared.mu},
+        {"personal": personal.rho, "shared": shared.rho},
+        shared.link,
     )
+
+
+def _distribution(model: Model, q: MeanField):
+    """Over `model`'s own tree of weights, body and head."""
+
+    def ungrouped(params):
+        leaves = {}
+        for group in trees(params).values():
+            leaves |= flatten_dict(group)
+        shapes = jax.eval_shape(lambda key: trees(model.init(key)), jax.random.key(0))
+        return {
+            name: unflatten_dict({path: leaves[path] for path in flatten_dict(part)})
+            for name, part in shapes.items()
+        }
+
+    return mean_field.distribution(MeanField(ungrouped(q.mu), ungrouped(q.rho), q.link))

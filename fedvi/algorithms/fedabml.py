@@ -4,24 +4,32 @@ Liu, Lv, Zeng, Xu, Wang and Yu, "Personalized federated learning via amortized B
 meta-learning" (2023).
 """
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.alternating import (
+    Alternating,
     alternate,
-    check_steps,
+    at_rate,
+    averaged,
+    free_energy,
     learner,
-    posterior_wire,
+    require_moving,
+    summands,
 )
-from fedvi.algorithms.common import gradient_only, normal_init
+from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.registry import builder
+from fedvi.flat import flatten, trees
 from fedvi.local import minimise
-from fedvi.variational import BayesianNetwork, normal
+from fedvi.options import option
+from fedvi.variational import BayesianNetwork, normal, posterior_estimate
 
-__all__ = ["Server", "fedabml"]
+__all__ = ["FedABML", "Server", "fedabml", "loss_after_adaptation"]
 
 
 class Server(NamedTuple):
@@ -30,24 +38,58 @@ class Server(NamedTuple):
     prior: Any
 
 
-def fedabml(
-    task: Task,
-    *,
-    theta_update: Literal["alternate", "average", "meta"] = "average",
-    kl_weight: float = 0.01,
-    nu: float = -4.0,
-    init_std: float | None = None,
-    personal_steps: int = 5,
-    finetune_steps: int = 5,
-    global_steps: int = 1,
-    global_learning_rate: float | None = None,
-    inner_learning_rate: float | None = None,
-    average: Literal["parameters", "moments"] = "parameters",
-    sampling: Literal["weight", "local"] = "local",
-    mc_samples: int = 5,
-    num_samples: int = 10,
-    eps_scale: float = 1.0,
-) -> Algorithm:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedABML(Alternating):
+    """Options of `fedabml`; what is said of q and w holds for φ and θ."""
+
+    theta_update: Literal["alternate", "average", "meta"] = option(
+        "average",
+        "Readings of the paper. alternate: Alg. 1, θ_i follows φ by gradient steps on "
+        "the KL, and is sent; average: φ is sent and θ is the average of the φ_i (with "
+        "average=moments the minimiser of Eq. 3.5 for given φ_i); meta: θ_i descends "
+        "the loss of φ(θ_i) on every other example of a minibatch, through the plain "
+        "gradient steps that made φ from θ_i on the rest (amortised inference as in "
+        "§3.3).",
+    )
+    kl_weight: float = option(
+        0.01,
+        "λ of Fig. 3. At 0 nothing moves θ_i: not with theta_update=alternate.",
+        source="ours, from a held-out part of Fashion-MNIST's training data; the "
+        "paper gives no value",
+        at_least=0,
+        traced=True,
+    )
+    nu: float = option(
+        -4.0,
+        "Initial log-scale ν, σ = exp(ν).",
+        source="the paper gives none",
+        traced=True,
+    )
+    personal_steps: int = option(
+        5, "k, steps of φ on a minibatch.", source="§5.3: 5; Alg. 1: 1", at_least=1
+    )
+    finetune_steps: int = option(
+        5,
+        "Steps of φ on a minibatch in personalisation; 1: an epoch is what it is for "
+        "FedAvg.",
+        at_least=1,
+    )
+    global_steps: int = option(
+        1,
+        "Steps of θ on a minibatch, with theta_update=alternate.",
+        source="Alg. 1",
+        at_least=0,
+    )
+    inner_learning_rate: float | None = option(
+        None, "Of φ's steps in meta; None: η, that of training.", above=0, traced=True
+    )
+    mc_samples: int = option(
+        5, "s, draws that a step's loss is averaged of.", source="§5.3", at_least=1
+    )
+
+
+@builder(FedABML)
+def fedabml(task: Task, options: FedABML) -> Algorithm:
     """Builds FedABML.
 
     With L(φ, θ) = -1/b Σ_j E_φ[log p(y_j|x_j, w)] + λ/n KL(φ ‖ θ), Eq. 3.5 divided by
@@ -62,161 +104,110 @@ def fedabml(
     The gradient in line 9 is that of the KL term alone: θ follows φ by η' λ / (n σ²) of
     the way a step. `theta_update` offers three readings of the paper.
 
-    Args:
-      task: model, local training, population.
-      theta_update: `alternate`, Alg. 1: θ_i follows φ by gradient steps on the KL, and
-        is sent; `average`, φ is sent and θ is the `average` of the φ_i (with `moments`
-        the minimiser of Eq. 3.5 for given φ_i); `meta`, θ_i descends the loss of φ(θ_i)
-        on every other example of a minibatch, through the plain gradient steps that
-        made φ from θ_i on the rest (amortised inference as in §3.3).
-      kl_weight: λ ≥ 0 of Fig. 3 (the paper gives no value; ours is from a held-out
-        part of Fashion-MNIST's training data).
-      nu: initial log-scale ν, σ = exp(ν) (the paper gives none).
-      init_std: as of `pfedbayes`.
-      personal_steps: k, steps of φ on a minibatch (§5.3: 5; Alg. 1: 1).
-      finetune_steps: the same in personalisation; 1: an epoch is what it is for FedAvg.
-      global_steps: steps of θ on a minibatch (`alternate` only; Alg. 1: 1).
-      global_learning_rate: η'; default: η.
-      inner_learning_rate: of φ's steps in `meta`; default: η.
-      average: as of `pfedbayes`.
-      sampling: as of `pfedbayes`.
-      mc_samples: s, draws a step (§5.3: 5).
-      num_samples: draws of a prediction.
-      eps_scale: factor on the noise of every draw.
-
     Raises:
       ValueError: an option outside its range, or more draws than fit in memory.
     """
-    checks.one_of("theta_update", theta_update, ("alternate", "average", "meta"))
-    checks.one_of("average", average, ("parameters", "moments"))
-    checks.finite("kl_weight", kl_weight)
-    checks.at_least("kl_weight", kl_weight, 0)
-    checks.finite("nu", nu)
-    for name, value in (
-        ("init_std", init_std),
-        ("inner_learning_rate", inner_learning_rate),
-    ):
-        if value is not None:
-            checks.positive(name, value)
-    check_steps(personal_steps, global_steps, global_learning_rate)
-    checks.at_least("finetune_steps", finetune_steps, 1)
-    if theta_update == "meta" and task.training.batch_size < 2:
+    alternates = options.theta_update == "alternate"
+    if alternates:
+        require_moving("kl_weight", options.kl_weight, "theta_update='alternate'")
+    if options.theta_update == "meta" and task.training.batch_size < 2:
         raise ValueError(
             f"batch_size={task.training.batch_size} with theta_update='meta' leaves no "
             "example to ask about: use at least 2"
         )
-    if theta_update == "alternate" and kl_weight == 0:
-        raise ValueError(
-            "kl_weight=0 with theta_update='alternate' sends what nothing moves: give "
-            "a positive kl_weight, or another theta_update"
-        )
-    network = BayesianNetwork(
-        task.model, normal(nu, "exp"), sampling, mc_samples, num_samples, eps_scale
-    ).check()
-    family = network.family
-
-    def loss(data):
-        """L(φ, θ) of one client and its KL term, for descent: their values lack it."""
-        weight = kl_weight / jnp.maximum(data.size, 1)
-
-        def divergence(phi, theta):
-            return weight * gradient_only(family.kl)(phi, theta)
-
-        def value(key, phi, theta, batch):
-            return network.loss(key, phi, batch) + divergence(phi, theta)
-
-        return value, divergence
+    family = normal(options.nu, "exp")
+    network = BayesianNetwork(task.model, family, options)
 
     def infer(key, round, data, training, theta, steps):
         """(φ, θ_i, mean data term) after a client's minibatches (Alg. 1, lines 6 to 9).
 
         `steps` on a minibatch: of φ, of θ.
         """
-        objective, divergence = loss(data)
+        energy = free_energy(network, options.kl_weight, data)
+        fresh, rate = learner(theta, training), options.global_learning_rate
         phi, theta, value = alternate(
-            key,
-            round,
-            data,
-            training,
-            learner(theta, training),
-            learner(theta, training),
-            objective=objective,
-            divergence=divergence,
-            personal_steps=steps[0],
-            global_steps=steps[1],
-            global_learning_rate=global_learning_rate,
+            key, round, data, training, fresh, fresh, energy, steps, rate
         )
         return phi.posterior, theta.posterior, value
 
     def meta_learn(key, round, data, theta):
         """(θ_i, mean data term): descent on the loss after adaptation."""
-        objective, _ = loss(data)
-        training = task.training
-        if global_learning_rate is not None:
-            training = training._replace(learning_rate=global_learning_rate)
-        rate = inner_learning_rate or task.training.learning_rate_at(round)
-
-        def adapt(key, theta, support):
-            def step(i, phi):
-                gradients = jax.grad(objective, argnums=1)(
-                    jax.random.fold_in(key, i), phi, theta, support
-                )
-                return jax.tree.map(lambda p, g: p - rate * g, phi, gradients)
-
-            return jax.lax.fori_loop(0, personal_steps, step, theta)
-
-        def after_adaptation(key, theta, batch):
-            adapt_key, query_key = jax.random.split(key)
-            even = jnp.arange(batch.mask.shape[0]) % 2 == 0
-            support = batch._replace(mask=batch.mask & even)
-            query = batch._replace(mask=batch.mask & ~even)
-            phi = adapt(adapt_key, theta, support)
-            value = objective(query_key, phi, theta, query)
-            # A last batch of one example has none to ask about.
-            return jnp.where(query.mask.any(), value, 0.0)
-
-        return minimise(key, round, theta, data, training, after_adaptation)
+        objective, _ = free_energy(network, options.kl_weight, data)
+        rate = options.inner_learning_rate
+        if rate is None:
+            rate = task.training.learning_rate_at(round)
+        loss = loss_after_adaptation(objective, options.personal_steps, rate)
+        training = at_rate(task.training, options.global_learning_rate)
+        return minimise(key, round, theta, data, training, loss)
 
     def init(key):
-        return Server(family.init(normal_init(task.model, key, init_std)))
+        means = normal_init(task.model, key, options.init_std)
+        return Server(family.init(flatten(trees(means))))
 
     def client_update(key, round, server, client, data):
-        if theta_update == "meta":
+        if options.theta_update == "meta":
             sent, value = meta_learn(key, round, data, server.prior)
         else:
-            steps = (personal_steps, global_steps if theta_update == "alternate" else 0)
+            steps = (options.personal_steps, options.global_steps if alternates else 0)
             phi, theta, value = infer(
                 key, round, data, task.training, server.prior, steps
             )
-            sent = theta if theta_update == "alternate" else phi
-        moved = family.kl(sent, server.prior)
-        if average == "moments":
-            sent = family.moments(sent, server.prior)
-        return ClientOutput(sent, 1.0, metrics={"loss": value, "kl": moved})
+            sent = theta if alternates else phi
+        metrics = {"loss": value, "kl": family.kl(sent, server.prior)}
+        moved = optax.tree.sub(sent, server.prior)
+        return ClientOutput(moved, 1.0, metrics=metrics)
 
     def server_update(key, round, server, aggregate):
-        prior = aggregate.mean()
-        if average == "moments":
-            prior = family.from_moments(prior, server.prior)
-        return Server(prior)
-
-    def global_predictive(key, server, x, mask):
-        return network.predict(key, server.prior, x, mask)
+        mean = aggregate.mean()
+        return Server(averaged(family, options.average, server.prior, mean))
 
     def personalise(key, server, client, data):
-        steps = (finetune_steps, 0)
+        steps = (options.finetune_steps, 0)
         return infer(key, 0, data, task.finetuning, server.prior, steps)[0]
 
-    def personal_predictive(key, server, personal, x, mask):
-        return network.predict(key, personal, x, mask)
-
-    return Algorithm(
-        name="fedabml",
+    return posterior_estimate(
+        "fedabml",
+        network,
+        lambda server: server.prior,
         init=init,
         client_update=client_update,
         server_update=server_update,
-        global_predictive=global_predictive,
         personalise=personalise,
-        personal_predictive=personal_predictive,
-        wire=posterior_wire(family, average, lambda server: server.prior),
+        statistics=lambda server, upload: summands(
+            family, options.average, server.prior, upload
+        ),
     )
+
+
+def loss_after_adaptation(objective, steps: int, rate):
+    """`meta`'s loss of θ, `(key, θ, Batch) -> scalar`, as `minimise` calls it.
+
+    φ is made of θ by plain gradient steps on the even examples, and asked about the
+    odd ones; the gradient goes through those steps.
+
+    Args:
+      objective: L, `(key, φ, θ, Batch) -> scalar`.
+      steps: of φ.
+      rate: their step size.
+    """
+
+    def adapt(key, theta, support):
+        def step(i, phi):
+            gradients = jax.grad(objective, argnums=1)(
+                jax.random.fold_in(key, i), phi, theta, support
+            )
+            return optax.tree.add_scale(phi, -rate, gradients)
+
+        return jax.lax.fori_loop(0, steps, step, theta)
+
+    def after(key, theta, batch):
+        adapt_key, query_key = jax.random.split(key)
+        even = jnp.arange(batch.mask.shape[0]) % 2 == 0
+        support = batch._replace(mask=batch.mask & even)
+        query = batch._replace(mask=batch.mask & ~even)
+        phi = adapt(adapt_key, theta, support)
+        value = objective(query_key, phi, theta, query)
+        # A last batch of one example has none to ask about.
+        return jnp.where(query.mask.any(), value, 0.0)
+
+    return after

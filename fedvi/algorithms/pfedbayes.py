@@ -5,33 +5,44 @@ sparsity and clustering" (2023), §3; first in "Personalized federated learning 
 variational Bayesian inference" (ICML 2022).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from fedvi import checks
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.alternating import (
+    Alternating,
     Learner,
     alternate,
-    check_steps,
-    check_zeta,
+    averaged,
+    free_energy,
     learner,
-    posterior_wire,
-    where,
+    require_moving,
+    summands,
 )
-from fedvi.algorithms.common import gradient_only, normal_init
-from fedvi.variational import BayesianNetwork, normal
+from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.registry import builder
+from fedvi.flat import flatten, trees
+from fedvi.options import option
+from fedvi.variational import BayesianNetwork, normal, posterior_estimate
 
-__all__ = ["Client", "Server", "pfedbayes", "pfedbayes_of"]
+__all__ = ["Client", "Halves", "PFedBayes", "Server", "pfedbayes", "pfedbayes_of"]
 
 
 class Server(NamedTuple):
-    """Server state: w, the global posterior."""
+    """Server state.
+
+    Attributes:
+      posterior: w, the global posterior; of BPFed's shared factors.
+      newcomer: BPFed's first prior of a client's own factors; not sent.
+    """
 
     posterior: Any
+    newcomer: Any = ()
 
 
 class Client(NamedTuple):
@@ -39,33 +50,69 @@ class Client(NamedTuple):
 
     Attributes:
       personal: q_i and its moments; never overwritten by the server.
-      moments: of the localised global's optimiser, whose posterior is the broadcast.
+      prior: BPFed's continual prior of the client's own factors (η̄_i of its Alg. 1).
+      moments: of the localised global's optimiser, which starts at the broadcast.
       updates: rounds taken part in.
     """
 
     personal: Learner
+    prior: Any
     moments: Any
     updates: jax.Array
 
 
-def pfedbayes(
-    task: Task,
-    *,
-    zeta: float = 10.0,
-    rho: float = -2.5,
-    init_std: float | None = None,
-    personal_steps: int = 5,
-    global_steps: int = 1,
-    global_learning_rate: float | None = None,
-    start: Literal["personal", "global"] = "personal",
-    upload: Literal["localised", "personal"] = "localised",
-    average: Literal["parameters", "moments"] = "parameters",
-    beta: float = 1.0,
-    sampling: Literal["weight", "local"] = "local",
-    mc_samples: int = 1,
-    num_samples: int = 10,
-    eps_scale: float = 1.0,
-) -> Algorithm:
+class Halves(NamedTuple):
+    """A posterior in two halves, shared and a client's own. The default: all shared.
+
+    Attributes:
+      shared: `(q) -> half`.
+      own: `(q) -> half`.
+      join: `(shared, own) -> q`.
+    """
+
+    shared: Callable = lambda q: q
+    own: Callable = lambda q: ()
+    join: Callable = lambda shared, own: shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PFedBayes(Alternating):
+    """Options of `pfedbayes` and its kin."""
+
+    zeta: float = option(
+        10.0,
+        "ζ, weight of the KL term. At 0 nothing moves w: only with upload=personal.",
+        source="§6.2",
+        at_least=0,
+        traced=True,
+    )
+    rho: float = option(
+        -2.5,
+        "Initial unconstrained scale of normals and slabs, σ = softplus(ρ).",
+        source="§6.2: σ = 0.079; cFedBayes' log(1 + ρ), Eq. 54, is not defined there",
+        traced=True,
+    )
+    start: Literal["personal", "global"] = option(
+        "personal",
+        "Where q starts in a round. personal: where it stopped (Alg. 1); global: at "
+        "the broadcast w, moments kept (Alg. 2), where w learns too little from each "
+        "round (docs/sfedbayes.md).",
+    )
+    upload: Literal["localised", "personal"] = option(
+        "localised",
+        "What is sent. localised: w as the client moved it (Alg. 1); personal: q.",
+    )
+    beta: float = option(
+        1.0,
+        "β, the server's extrapolation.",
+        source="public code",
+        above=0,
+        traced=True,
+    )
+
+
+@builder(PFedBayes)
+def pfedbayes(task: Task, options: PFedBayes) -> Algorithm:
     """Builds pFedBayes.
 
     Client, alternately on every minibatch, Eq. 6 divided by n:
@@ -78,167 +125,102 @@ def pfedbayes(
     Metrics: `loss`, the mean of Eq. 30's first term over the minibatches; `kl`, of the
     trained q from the broadcast w, in nats.
 
-    Args:
-      task: model, local training, population.
-      zeta: ζ ≥ 0, weight of the KL term (§6.2: 10). At 0 nothing moves w: only with
-        `upload=personal`.
-      rho: initial unconstrained scale, σ = softplus(ρ) (§6.2: -2.5, σ = 0.079).
-      init_std: standard deviation of the initial means of all weights, biases and
-        normalisation included (public code: 0.1); default: the network's initialiser.
-      personal_steps: steps of q on a minibatch (public code: 5).
-      global_steps: steps of w on a minibatch (public code: 1).
-      global_learning_rate: of w, in all rounds; default: that of q.
-      start: where q starts in a round: `personal`, where it stopped (Alg. 1);
-        `global`, at the broadcast w, moments kept (Alg. 2).
-      upload: `localised`, w as the client moved it (Alg. 1); `personal`, q itself.
-      average: of the uploads: `parameters`, the mean of (μ, ρ) (Alg. 1); `moments`,
-        the minimiser of Σ_i KL(. ‖ w) (Lemma A.2).
-      beta: β > 0, the server's extrapolation (public code: 1).
-      sampling: `weight`, one draw of the weights a step (the paper); `local`, draws
-        of the activations, for dense layers with the same expected gradient and less
-        variance; convolutions are better served by `weight`.
-      mc_samples: a, draws a step.
-      num_samples: draws of a prediction.
-      eps_scale: factor on the noise of every draw (the paper: 1; public code: 0.001).
-
     Raises:
       ValueError: an option outside its range, or more draws than fit in memory.
     """
-    network = BayesianNetwork(
-        task.model, normal(rho), sampling, mc_samples, num_samples, eps_scale
-    )
-    return pfedbayes_of(
-        "pfedbayes",
-        task,
-        network,
-        zeta=zeta,
-        init_std=init_std,
-        personal_steps=personal_steps,
-        global_steps=global_steps,
-        global_learning_rate=global_learning_rate,
-        start=start,
-        upload=upload,
-        average=average,
-        beta=beta,
-    )
+    network = BayesianNetwork(task.model, normal(options.rho), options)
+    return pfedbayes_of("pfedbayes", task, network)
 
 
 def pfedbayes_of(
     name: str,
     task: Task,
     network: BayesianNetwork,
-    *,
-    zeta: float,
-    init_std: float | None,
-    personal_steps: int,
-    global_steps: int,
-    global_learning_rate: float | None,
-    start: str,
-    upload: str,
-    average: str,
-    beta: float,
-    transmit: Callable | None = None,
+    halves: Halves | None = None,
+    kl: Callable | None = None,
 ) -> Algorithm:
-    """pFedBayes with posteriors of any family; options as of `pfedbayes`.
+    """pFedBayes with posteriors of any family, all or half of them shared.
 
-    `transmit`, `(upload, broadcast) -> (upload, metrics)`, says what arrives of an
-    uploaded posterior at a server that knows its own broadcast.
+    Args:
+      name: of the method.
+      task: model, local training, population.
+      network: its options are `PFedBayes`.
+      halves: of a method whose clients keep factors, and their prior, to themselves;
+        a client that never took part then adapts those only.
+      kl: `(q, w)`, in the objectives in place of the family's.
     """
-    check_zeta(zeta, upload)
-    if init_std is not None:
-        checks.positive("init_std", init_std)
-    checks.one_of("start", start, ("personal", "global"))
-    checks.one_of("upload", upload, ("localised", "personal"))
-    checks.one_of("average", average, ("parameters", "moments"))
-    checks.positive("beta", beta)
-    check_steps(personal_steps, global_steps, global_learning_rate)
-    family = network.check().family
+    options, family = network.options, network.family
+    shared, own, join = halves or Halves()
+    if options.upload == "localised":
+        require_moving("zeta", options.zeta, "upload='localised'")
 
-    def divergence(data, q, w):
-        return zeta / jnp.maximum(data.size, 1) * gradient_only(family.kl)(q, w)
-
-    def train(key, round, data, training, personal, localised, steps):
-        def objective(key, q, w, batch):
-            return network.loss(key, q, batch) + divergence(data, q, w)
-
-        return alternate(
-            key,
-            round,
-            data,
-            training,
-            personal,
-            localised,
-            objective=objective,
-            divergence=lambda q, w: divergence(data, q, w),
-            personal_steps=steps[0],
-            global_steps=steps[1],
-            global_learning_rate=global_learning_rate,
-        )
+    def train(key, round, data, training, q, w, steps, complete=lambda q: q):
+        energy = free_energy(network, options.zeta, data, kl, complete)
+        rate = options.global_learning_rate
+        return alternate(key, round, data, training, q, w, energy, steps, rate)
 
     def init(key):
-        return Server(family.init(normal_init(task.model, key, init_std)))
+        means = normal_init(network.model, key, options.init_std)
+        # One vector of what nobody tells apart: fewer operations.
+        q = family.init(means if halves else flatten(trees(means)))
+        return Server(shared(q), own(q))
 
     def init_client(key, server):
-        fresh = learner(server.posterior, task.training)
-        return Client(fresh, fresh.moments, jnp.zeros((), jnp.int32))
+        fresh = learner(join(server.posterior, server.newcomer), task.training)
+        return Client(fresh, server.newcomer, fresh.moments, jnp.zeros((), jnp.int32))
 
     def client_update(key, round, server, client, data):
-        # A newcomer's q starts at the broadcast too.
-        restart = (client.updates == 0) | (start == "global")
-        own = client.personal
-        q = where(restart, server.posterior, own.posterior)
+        prior, q = join(server.posterior, client.prior), client.personal.posterior
+        if options.start == "broadcast":
+            q = join(server.posterior, own(q))
+        # A newcomer's q starts at the prior in any case.
+        restart = (client.updates == 0) | (options.start in ("global", "prior"))
         personal, localised, value = train(
             key,
             round,
             data,
             task.training,
-            Learner(q, own.moments),
-            Learner(server.posterior, client.moments),
-            (personal_steps, global_steps),
+            client.personal._replace(posterior=optax.tree.where(restart, prior, q)),
+            Learner(prior, client.moments),
+            (options.personal_steps, options.global_steps),
         )
-        sent = (localised if upload == "localised" else personal).posterior
-        metrics = {"loss": value, "kl": family.kl(personal.posterior, server.posterior)}
-        if transmit is not None:
-            sent, more = transmit(sent, server.posterior)
-            metrics |= more
-        statistics = sent
-        if average == "moments":
-            statistics = family.moments(sent, server.posterior)
-        state = Client(personal, localised.moments, client.updates + 1)
-        return ClientOutput(statistics, 1.0, state, metrics)
+        sent = localised if options.upload == "localised" else personal
+        upload = optax.tree.sub(shared(sent.posterior), server.posterior)
+        kept = own(localised.posterior)
+        state = Client(personal, kept, localised.moments, client.updates + 1)
+        metrics = {"loss": value, "kl": family.kl(personal.posterior, prior)}
+        return ClientOutput(upload, 1.0, state, metrics)
 
     def server_update(key, round, server, aggregate):
-        new = aggregate.mean()
-        if average == "moments":
-            new = family.from_moments(new, server.posterior)
-        return Server(
-            jax.tree.map(
-                lambda old, new: (1 - beta) * old + beta * new, server.posterior, new
-            )
-        )
-
-    def global_predictive(key, server, x, mask):
-        return network.predict(key, server.posterior, x, mask)
+        old = server.posterior
+        new = averaged(family, options.average, old, aggregate.mean())
+        moved = optax.tree.sub(new, old)
+        return server._replace(posterior=optax.tree.add_scale(old, options.beta, moved))
 
     def personalise(key, server, client, data):
+        def complete(q):
+            return join(server.posterior, q) if halves else q
+
         newcomer = client.updates == 0
         # Without data nothing is trained: who took part is done.
         data = data._replace(size=jnp.where(newcomer, data.size, 0))
-        fresh = learner(server.posterior, task.finetuning)
-        adapted, _, _ = train(key, 0, data, task.finetuning, fresh, fresh, (1, 0))
-        return where(newcomer, adapted.posterior, client.personal.posterior)
+        start = client.prior if halves else server.posterior
+        fresh, tuning = learner(start, task.finetuning), task.finetuning
+        q, _, _ = train(key, 0, data, tuning, fresh, fresh, (1, 0), complete)
+        adapted = complete(q.posterior)
+        return optax.tree.where(newcomer, adapted, client.personal.posterior)
 
-    def personal_predictive(key, server, personal, x, mask):
-        return network.predict(key, personal, x, mask)
-
-    return Algorithm(
-        name=name,
+    return posterior_estimate(
+        name,
+        network,
+        lambda server: join(server.posterior, server.newcomer),
         init=init,
+        init_client=init_client,
         client_update=client_update,
         server_update=server_update,
-        global_predictive=global_predictive,
         personalise=personalise,
-        personal_predictive=personal_predictive,
-        init_client=init_client,
-        wire=posterior_wire(family, average, lambda server: server.posterior),
+        broadcast=lambda server: server._replace(newcomer=()),
+        statistics=lambda server, upload: summands(
+            family, options.average, server.posterior, upload
+        ),
     )

@@ -1,7 +1,7 @@
 """Variational families over parameter pytrees.
 
 Each module is one family. What is carried between functions is a family's parameters,
-pytrees of arrays, never a distribution object.
+pytrees of arrays; a distribution object, distrax's, is made of them where one is asked.
 """
 
 from fedvi.distributions import (

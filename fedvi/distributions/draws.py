@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import chex
 import jax
-from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+
+from fedvi.flat import Flat, Layout
 
 __all__ = ["draw_like", "standard_normal_like"]
 
@@ -17,10 +19,15 @@ def draw_like(draw: Callable, tree: chex.ArrayTree) -> chex.ArrayTree:
 
     Args:
       draw: `(shape, dtype) -> array` of independent entries.
-      tree: pytree whose structure, shapes and dtype the draw takes.
+      tree: pytree whose structure, shapes and dtypes the draw takes.
     """
-    flat, unravel = ravel_pytree(tree)
-    return unravel(draw(flat.shape, flat.dtype))
+    leaves, treedef = jax.tree.flatten(tree)
+    layout = Layout(treedef, tuple(jnp.shape(leaf) for leaf in leaves))
+    drawn = draw((sum(layout.sizes),), jnp.result_type(*leaves) if leaves else None)
+    # In most trees a cast to the leaves' own types does nothing.
+    return jax.tree.map(
+        lambda own, leaf: own.astype(leaf.dtype), Flat(drawn, layout).tree(), tree
+    )
 
 
 def standard_normal_like(key: chex.PRNGKey, tree: chex.ArrayTree) -> chex.ArrayTree:

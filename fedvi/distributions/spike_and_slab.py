@@ -15,14 +15,20 @@ import chex
 import distrax
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from tensorflow_probability.substrates import jax as tfp
 
 from fedvi.distributions import mean_field
 from fedvi.distributions.draws import draw_like
 from fedvi.distributions.mean_field import Link, MeanField
+from fedvi.distributions.normal import Normal
+from fedvi.distributions.tree import Tree, as_tree
 
 __all__ = [
     "INCLUSION_FLOOR",
+    "BernoulliGaussian",
     "SpikeAndSlab",
+    "distribution",
     "from_moments",
     "gates",
     "inclusion",
@@ -60,18 +66,91 @@ def init(slab: MeanField, inclusion: float) -> SpikeAndSlab:
     Args:
       slab: the normal of the weights that are not 0.
       inclusion: λ, in (0, 1) (§6, Table 2: 0.5 and 0.99). Within INCLUSION_FLOOR of 0
-        or 1 it is that of `inclusion` and has gradient 0.
+        or 1 it is that of `inclusion` and has gradient 0. A value that JAX traces
+        cannot be checked.
 
     Raises:
       ValueError: inclusion outside (0, 1).
     """
-    if not 0 < inclusion < 1:
+    if not isinstance(inclusion, jax.core.Tracer) and not 0 < inclusion < 1:
         raise ValueError(
             f"inclusion={inclusion} must lie in (0, 1): the probability that a weight "
             "is not 0"
         )
-    logit = math.log(inclusion) - math.log1p(-inclusion)
+    # In float32 λ may round to 1, whose logit is infinite.
+    logit = jnp.clip(_logit(inclusion), -2 * _LOGIT_BOUND, 2 * _LOGIT_BOUND)
     return SpikeAndSlab(slab, jax.tree.map(lambda m: jnp.full_like(m, logit), slab.mu))
+
+
+class BernoulliGaussian(distrax.Distribution):
+    """θ = γ (μ + σ g), element by element: an atom at 0 and a normal beside it.
+
+    `log_prob` and `entropy` are with respect to Lebesgue measure and a point mass of 1
+    at 0; the KL (Eq. 34) does not depend on that.
+
+    Args:
+      logit: of λ, `[d]`.
+      slab: batch shape `[d]`.
+    """
+
+    def __init__(self, logit: jax.Array, slab: Normal):
+        super().__init__()
+        self.logit = logit
+        self.slab = slab
+        self.gate = distrax.Bernoulli(logits=logit)
+
+    def _sample_n(self, key, n: int) -> jax.Array:
+        gate_key, slab_key = jax.random.split(key)
+        noise = jax.random.logistic(gate_key, (n, *self.batch_shape), self.logit.dtype)
+        return (self.logit[None] + noise > 0) * self.slab._sample_n(slab_key, n)
+
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        """log(1 - λ) at exactly 0, elsewhere log λ + log N(θ; μ, σ²)."""
+        slab = jax.nn.log_sigmoid(self.logit) + self.slab.log_prob(value)
+        return jnp.where(value == 0, jax.nn.log_sigmoid(-self.logit), slab)
+
+    def mean(self) -> jax.Array:
+        """λ μ."""
+        return self.gate.probs * self.slab.loc
+
+    def variance(self) -> jax.Array:
+        """λ (σ² + (1 - λ) μ²)."""
+        off = jax.nn.sigmoid(-self.logit)
+        square = self.slab.variance() + off * jnp.square(self.slab.loc)
+        return self.gate.probs * square
+
+    def stddev(self) -> jax.Array:
+        """Root of the variance."""
+        return jnp.sqrt(self.variance())
+
+    def entropy(self) -> jax.Array:
+        """Of the gate, and λ times that of the slab, in nats."""
+        return self.gate.entropy() + self.gate.probs * self.slab.entropy()
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """Always ()."""
+        return ()
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """`[d]`."""
+        return self.slab.batch_shape
+
+
+@tfp.distributions.RegisterKL(BernoulliGaussian, BernoulliGaussian)
+def _registered(q: BernoulliGaussian, p: BernoulliGaussian, *_, **__):
+    return _kl(q.logit, p.logit, q.slab.kl_divergence(p.slab))
+
+
+def distribution(q: SpikeAndSlab) -> Tree:
+    """`q` as a distribution object, over the tree of its layers.
+
+    It draws the numbers of `sample`, and its KL is that of `kl`.
+    """
+    slab = Normal(ravel_pytree(q.slab.mu)[0], ravel_pytree(mean_field.scale(q.slab))[0])
+    base = BernoulliGaussian(_clip(ravel_pytree(q.logit)[0]), slab)
+    return as_tree(distrax.Independent(base, 1), q.slab.mu)
 
 
 def inclusion(q: SpikeAndSlab) -> chex.ArrayTree:
@@ -92,7 +171,8 @@ def gates(key: chex.PRNGKey, q: SpikeAndSlab, temperature: float) -> chex.ArrayT
     Args:
       key: typed PRNG key.
       q: the distribution.
-      temperature: τ, a Python number (the paper gives none; public code: 0.5).
+      temperature: τ (the paper gives none; public code: 0.5). A value that JAX traces
+        cannot be checked.
 
     Returns:
       Pytree like `q.logit`.
@@ -100,7 +180,7 @@ def gates(key: chex.PRNGKey, q: SpikeAndSlab, temperature: float) -> chex.ArrayT
     Raises:
       ValueError: temperature is not positive.
     """
-    if not temperature > 0:
+    if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
         raise ValueError(
             f"temperature={temperature} must be positive, such as 0.5: it is τ"
         )
@@ -155,15 +235,11 @@ def kl(q: SpikeAndSlab, p: SpikeAndSlab) -> jax.Array:
     Finite with a finite gradient in float32 for every logit, and for the rho of
     `mean_field.kl`.
     """
-
-    def leaf(logit_q, logit_p, slabs):
-        bernoulli_q = distrax.Bernoulli(logits=_clip(logit_q))
-        bernoulli_p = distrax.Bernoulli(logits=_clip(logit_p))
-        gate = bernoulli_q.kl_divergence(bernoulli_p)
-        return jnp.sum(gate + bernoulli_q.probs * slabs)
-
     slabs = mean_field.kl_by_weight(q.slab, p.slab)
-    return sum(jax.tree.leaves(jax.tree.map(leaf, q.logit, p.logit, slabs)))
+    terms = jax.tree.map(
+        lambda a, b, slab: _kl(_clip(a), _clip(b), slab), q.logit, p.logit, slabs
+    )
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(terms))
 
 
 def moments(q: SpikeAndSlab, centre: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
@@ -210,11 +286,18 @@ def from_moments(
       ValueError: link is unknown.
     """
     slab = mean_field.from_moments(mean_statistics, centre, link)
+    logit = jax.tree.map(lambda mass: _clip(_logit(mass)), mean_statistics["mass"])
+    return SpikeAndSlab(slab, logit)
 
-    def logit(mass):
-        return _clip(jnp.log(mass) - jnp.log1p(-mass))
 
-    return SpikeAndSlab(slab, jax.tree.map(logit, mean_statistics["mass"]))
+def _kl(logit_q, logit_p, slabs):
+    """Eq. 34, element by element, from clipped logits and the slabs' KL."""
+    q, p = distrax.Bernoulli(logits=logit_q), distrax.Bernoulli(logits=logit_p)
+    return q.kl_divergence(p) + q.probs * slabs
+
+
+def _logit(inclusion):
+    return jnp.log(inclusion) - jnp.log1p(-inclusion)
 
 
 def _clip(logit):

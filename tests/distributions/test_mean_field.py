@@ -126,15 +126,14 @@ def test_the_gradient_of_equal_normals_is_zero_to_the_last_digit():
         assert not gradient.mu.any() and not gradient.rho.any()
 
 
-@pytest.mark.parametrize("rho_q", [-1.0, 0.0])
-def test_second_derivatives_of_the_kl_equal_differences_of_the_first(rho_q):
+def test_second_derivatives_of_the_kl_equal_differences_of_the_first():
     # FedABML's `meta` differentiates through gradient steps.
-    args = [jnp.float32(a) for a in (0.3, rho_q, -0.2, 0.4)]
+    args = [jnp.float32(a) for a in (0.3, -1.0, -0.2, 0.4)]
 
     def kl(*args):
         return mean_field.kl(MeanField(*args[:2]), MeanField(*args[2:]))
 
-    found = np.array(jax.hessian(kl, argnums=(0, 1, 2, 3))(*args))
+    found = np.array(jax.jit(jax.hessian(kl, argnums=(0, 1, 2, 3)))(*args))
     for i in range(4):
         up, down = (
             [np.float64(a) + h * (i == j) for j, a in enumerate(args)]
@@ -278,6 +277,38 @@ def test_the_link_is_part_of_the_structure():
     assert len(jax.tree.leaves(q)) == 2
     other = mean_field.init({"w": jnp.ones(2)}, 0.1)
     assert jax.tree.structure(q) != jax.tree.structure(other)
+
+
+def test_the_distribution_measures_and_draws_as_the_functions_do():
+    rng = np.random.default_rng(3)
+    shapes = {"a": (2, 3), "b": (4,)}
+    q, p = (
+        mean_field.from_scale(
+            {k: jnp.float32(rng.normal(size=s)) for k, s in shapes.items()},
+            {k: jnp.float32(rng.uniform(0.1, 2, s)) for k, s in shapes.items()},
+            link,
+        )
+        for link in LINKS
+    )
+    ours, other = mean_field.distribution(q), mean_field.distribution(p)
+    key = jax.random.key(1)
+    same = ours.sample(seed=key), mean_field.sample(key, q)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *same)
+    np.testing.assert_allclose(ours.kl_divergence(other), mean_field.kl(q, p), 1e-6)
+    # The KL is the library's own: distrax's leaves a rounding error in the gradient.
+    gradient = jax.grad(lambda q: mean_field.distribution(q).kl_divergence(ours))(q)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
+    # An independent reference in float64.
+    point = same[0]
+    mu, sigma, x = (
+        np.concatenate([np.ravel(tree[k]) for k in shapes]).astype(np.float64)
+        for tree in (q.mu, mean_field.scale(q), point)
+    )
+    normal = stats.norm(mu, sigma)
+    np.testing.assert_allclose(ours.log_prob(point), normal.logpdf(x).sum(), 1e-5)
+    np.testing.assert_allclose(ours.entropy(), normal.entropy().sum(), 1e-5)
+    jax.tree.map(np.testing.assert_array_equal, ours.mean(), q.mu)
+    jax.tree.map(np.testing.assert_array_equal, ours.stddev(), mean_field.scale(q))
 
 
 @pytest.mark.parametrize("link", LINKS)

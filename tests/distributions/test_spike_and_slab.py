@@ -265,6 +265,50 @@ def test_from_moments_keeps_inclusions_at_their_bounds():
     np.testing.assert_allclose(mean_field.scale(found.slab), np.log(2), rtol=1e-5)
 
 
+def test_the_distribution_measures_and_draws_as_the_functions_do():
+    rng = np.random.default_rng(3)
+    q, p = (
+        SpikeAndSlab(
+            mean_field.from_scale(
+                {"w": jnp.float32(rng.normal(size=200))},
+                {"w": jnp.float32(rng.uniform(0.1, 2, 200))},
+            ),
+            {"w": jnp.float32(rng.normal(size=200))},
+        )
+        for _ in range(2)
+    )
+    ours, other = spike_and_slab.distribution(q), spike_and_slab.distribution(p)
+    key = jax.random.key(1)
+    draw = ours.sample(seed=key)["w"]
+    same = spike_and_slab.sample(key, q, 0.5)["w"]
+    np.testing.assert_allclose(draw, same, rtol=1e-6)
+    divergence = spike_and_slab.kl(q, p)
+    np.testing.assert_allclose(ours.kl_divergence(other), divergence, rtol=1e-5)
+    # log_prob, entropy, mean and deviation against sums over both parts in float64.
+    lam = expit(np.float64(q.logit["w"]))
+    slab = stats.norm(
+        np.float64(q.slab.mu["w"]), np.float64(mean_field.scale(q.slab)["w"])
+    )
+    x = np.float64(draw)
+    density = np.where(x == 0, np.log1p(-lam), np.log(lam) + slab.logpdf(x))
+    np.testing.assert_allclose(ours.log_prob({"w": draw}), density.sum(), rtol=1e-5)
+    gate = -lam * np.log(lam) - (1 - lam) * np.log1p(-lam)
+    entropy = (gate + lam * slab.entropy()).sum()
+    np.testing.assert_allclose(ours.entropy(), entropy, rtol=1e-4)
+    np.testing.assert_allclose(ours.mean()["w"], lam * slab.mean(), rtol=1e-5)
+    second = lam * (slab.var() + slab.mean() ** 2)
+    deviation = np.sqrt(second - (lam * slab.mean()) ** 2)
+    np.testing.assert_allclose(ours.stddev()["w"], deviation, rtol=1e-4)
+    # -E[log q] is the entropy, and E[log q - log p] the KL, of 2,000 draws.
+    draws = ours.sample(seed=key, sample_shape=(2000,))
+    log_q, log_p = jax.jit(jax.vmap(lambda x: (ours.log_prob(x), other.log_prob(x))))(
+        draws
+    )
+    for found, expected in ((-log_q, entropy), (log_q - log_p, divergence)):
+        error = found.std() / np.sqrt(2000)
+        assert abs(found.mean() - expected) < 4 * error
+
+
 @pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, 1.01, float("nan")])
 def test_inclusion_must_be_a_probability(bad):
     slab = mean_field.init({"w": jnp.zeros(3)}, 0.1)
