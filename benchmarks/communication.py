@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from absl import app
 
-from fedvi import LocalTraining, Task, algorithms, codecs, nn
+from fedvi import LocalTraining, Task, algorithms, codecs, contract, nn
 from fedvi.data import ClientData
-from fedvi.experiment.communication import messages
 from fedvi.nn import parameter_count
 
 EXAMPLES = 500
+WEIGHT = 4  # bytes of a client's weight
 KEEP = 0.5  # of sFedBayes' weights
 ROWS = {name: (name, {}) for name in algorithms.ALGORITHMS}
 ROWS["sfedbayes, keep=0.5"] = ("sfedbayes", {"keep": KEEP})
@@ -28,19 +28,21 @@ def row(label: str, name: str, options: dict) -> str:
     model = nn.build("mlp", classes=10, input_shape=(784,), hidden=(100,))
     training = LocalTraining(epochs=1, batch_size=50)
     task = Task(model, training, training, clients=100, samples=100 * EXAMPLES)
-    client = ClientData(
-        jax.ShapeDtypeStruct((EXAMPLES, 784), np.uint8),
-        jax.ShapeDtypeStruct((EXAMPLES,), np.int32),
-        jax.ShapeDtypeStruct((), np.int32),
+    clients = ClientData(
+        jax.ShapeDtypeStruct((100, EXAMPLES, 784), np.uint8),
+        jax.ShapeDtypeStruct((100, EXAMPLES), np.int32),
+        jax.ShapeDtypeStruct((100,), np.int32),
     )
-    sent = messages(algorithms.build(name, task, **options), client)
+    sent = contract.check(
+        algorithms.build(name, task, **options), clients, clients, 100
+    )
     withheld = 0
     if "keep" in options:
         weights = parameter_count(jax.eval_shape(model.init, jax.random.key(0)))
         withheld = 2 * (weights - math.floor(KEEP * weights))  # μ and ρ
     up = [
         codecs.payload_bytes(codec, sent.upload)
-        + codecs.tree_bytes(sent.weight)
+        + WEIGHT
         - withheld * codecs.bytes_per_value(codec)
         for codec in codecs.CODECS.values()
     ]
