@@ -64,14 +64,23 @@ def option(
     )
 
 
+@typing.dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(option,)
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the options of algorithms: checked when they are made.
+    """Base of the options of algorithms: a subclass is a frozen dataclass of keywords.
+
+    They are checked when they are made.
 
     Raises:
       ValueError: a value of another kind than its option's, outside its range or not
         among its choices; names option, value and what would be right.
     """
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
         check(self)

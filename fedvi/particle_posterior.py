@@ -5,7 +5,6 @@ the hierarchical prior the log of their precision as one more coordinate. Every 
 sees one client's data at most.
 """
 
-import dataclasses
 import math
 import os
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -30,7 +29,6 @@ __all__ = ["ParticleOptions", "ParticlePosterior", "particle_posterior"]
 _PARTICLES_AT_ONCE = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParticleOptions(Options):
     """Options of a posterior held by particles."""
 

@@ -117,7 +117,6 @@ def bernoulli_gaussian(rho: float, inclusion: float, temperature: float) -> Fami
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling(Options):
     """Options of the draws from a posterior."""
 

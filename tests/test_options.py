@@ -1,4 +1,3 @@
-import dataclasses
 from typing import Literal
 
 import jax
@@ -9,7 +8,6 @@ import pytest
 from fedvi.options import Options, describe, option
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(Options):
     """What two methods share."""
 
@@ -17,7 +15,6 @@ class Family(Options):
     kind: Literal["one", "two"] = option("one", "Which.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(Family):
     count: int = option(3, "How many.", source="§6", at_least=1, at_most=9)
     rate: float | None = option(None, "Of something.", above=0, below=1)

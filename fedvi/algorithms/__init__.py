@@ -2,6 +2,7 @@
 
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
+from fedvi.algorithms.common import point_estimate, train_from
 from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
@@ -39,8 +40,10 @@ __all__ = [
     "options_of",
     "parallel_dsvgd",
     "pfedbayes",
+    "point_estimate",
     "register",
     "sfedbayes",
+    "train_from",
 ]
 
 for _builder in (

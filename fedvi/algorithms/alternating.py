@@ -1,6 +1,5 @@
 """The client's side of pFedBayes and its kin: two posteriors, updated in turn."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternating(Sampling):
     """Options of all methods that update two posteriors in turn."""
 

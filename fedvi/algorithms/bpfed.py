@@ -4,7 +4,6 @@ Chen, Liu, Cao and Zhang, "Bayesian personalized federated learning with shared 
 personalized uncertainty representations" (2023).
 """
 
-import dataclasses
 import re
 from typing import Literal
 
@@ -24,7 +23,6 @@ from fedvi.variational import BayesianNetwork, normal
 __all__ = ["BPFed", "bpfed", "half", "join", "split"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BPFed(PFedBayes):
     """Options of `bpfed`; what is said of w holds for π."""
 

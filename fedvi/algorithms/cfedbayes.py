@@ -4,7 +4,6 @@ Zhang et al., "Federated learning via variational Bayesian inference: personaliz
 sparsity and clustering" (2023), §5.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -21,7 +20,6 @@ from fedvi.variational import BayesianNetwork, normal
 __all__ = ["CFedBayes", "cfedbayes", "data_loss"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CFedBayes(PFedBayes):
     """Options of `cfedbayes`; the clusters are compared with `mc_samples` draws."""
 

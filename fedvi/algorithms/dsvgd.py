@@ -10,7 +10,6 @@ particles that the client keeps. One client a round turns q into its tilted dens
 $\tilde p_k = (q / t_k) p_k$ (Eq. 6) by SVGD, and $t_k$ into $t_k q^{new} / q^{old}$.
 """
 
-import dataclasses
 from typing import Literal
 
 import jax
@@ -36,7 +35,6 @@ __all__ = ["DSVGD", "dsvgd"]
 _EXAMPLES_AT_ONCE = 500  # of a report: bounds the activations of all particles
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DSVGD(SteinOptions):
     """Options of `dsvgd`."""
 

@@ -4,7 +4,6 @@ Liu, Lv, Zeng, Xu, Wang and Yu, "Personalized federated learning via amortized B
 meta-learning" (2023).
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -38,7 +37,6 @@ class Server(NamedTuple):
     prior: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FedABML(Alternating):
     """Options of `fedabml`; what is said of q and w holds for φ and θ."""
 

@@ -4,7 +4,6 @@ McMahan et al., "Communication-efficient learning of deep networks from decentra
 data", AISTATS 2017; Reddi et al., "Adaptive federated optimization", ICLR 2021.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,7 +30,6 @@ class Server(NamedTuple):
     moments: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvg(Options):
     """Options of `fedavg`."""
 

@@ -3,7 +3,6 @@
 "A hierarchical Bayesian approach to federated learning", §3.2 and appendix C.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import distrax
@@ -43,7 +42,6 @@ class Server(NamedTuple):
     gate: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FedHBMixture(Options):
     """Options of `fedhb_mixture`."""
 

@@ -3,7 +3,6 @@
 "A hierarchical Bayesian approach to federated learning", §3.1 and appendix B.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -43,7 +42,6 @@ class Server(NamedTuple):
     head: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FedHBNIW(Options):
     """Options of `fedhb_niw`."""
 

@@ -3,8 +3,6 @@
 Li et al., "Federated optimization in heterogeneous networks", MLSys 2020.
 """
 
-import dataclasses
-
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
@@ -22,7 +20,6 @@ from fedvi.options import Options, option
 __all__ = ["FedProx", "fedprox"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FedProx(Options):
     """Options of `fedprox`."""
 

@@ -5,7 +5,6 @@ variational gradient descent", IEEE TSP 2022; Yang, Liu and Kassab, "Client sele
 for federated Bayesian learning", §IV-E, compare with it.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -25,7 +24,6 @@ from fedvi.particle_posterior import ParticlePosterior, particle_posterior
 __all__ = ["ParallelDSVGD", "parallel_dsvgd"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelDSVGD(SteinOptions):
     """Options of `parallel_dsvgd`."""
 

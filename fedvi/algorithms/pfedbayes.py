@@ -5,7 +5,6 @@ sparsity and clustering" (2023), §3; first in "Personalized federated learning 
 variational Bayesian inference" (ICML 2022).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -75,7 +74,6 @@ class Halves(NamedTuple):
     join: Callable = lambda shared, own: shared
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PFedBayes(Alternating):
     """Options of `pfedbayes` and its kin."""
 

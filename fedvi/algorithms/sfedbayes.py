@@ -24,7 +24,6 @@ from fedvi.variational import BayesianNetwork, bernoulli_gaussian
 __all__ = ["SFedBayes", "largest", "sent_whole", "sfedbayes", "withhold"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SFedBayes(PFedBayes):
     """Options of `sfedbayes`."""
 

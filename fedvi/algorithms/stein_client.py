@@ -4,7 +4,6 @@ Equations are those of Yang, Liu and Kassab, "Client selection for federated Bay
 learning". q and the particles of every density are matrices `[N, d]`.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ from fedvi.particle_posterior import ParticleOptions, ParticlePosterior
 __all__ = ["Client", "Server", "SteinOptions", "stein_algorithm", "visit"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SteinOptions(ParticleOptions):
     """Options that `dsvgd` and `parallel_dsvgd` share."""
 

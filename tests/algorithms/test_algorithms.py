@@ -89,7 +89,6 @@ def test_traced_options_are_found():
     assert len(TRACED) >= 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mine(Options):
     strength: float = option(2.0, "How much.", above=0, source="a paper, §3")
 
