@@ -96,14 +96,12 @@ def test_every_algorithm_option_is_a_flag():
             assert f"{name} ({field.default}" in values[field.name].help
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mine(Options):
     strength: float = option(2.0, "Pull. A second sentence.", source="Eq. 3", above=0)
     other: int = option(1, "Another.")
     mode: Literal["a", "b"] = option("a", "How.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Yours(Options):
     other: int = option(5, "Not the same.")
     mode: Literal["b", "c"] = option("b", "How.")
@@ -172,7 +170,6 @@ def test_a_users_own_option_becomes_a_flag(own):
 
 
 def test_options_of_one_name_must_agree(own):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
     class Other(Options):
         mu: bool = option(True, "Whether.")
 

@@ -12,7 +12,6 @@ from fedvi.algorithms.common import point_estimate, train_from
 from fedvi.experiment import ExperimentConfig, RunOptions, command_line
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvgM(Options):
     beta: float = option(0.5, "Momentum of the server.", at_least=0, below=1)
 
