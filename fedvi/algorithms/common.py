@@ -105,7 +105,15 @@ quadratic_pull = gradient_only(quadratic_penalty)
 """`quadratic_penalty` for descent."""
 
 
-def point_estimate(name: str, task: Task, params_of: Callable, **functions):
+def point_estimate(
+    name: str,
+    task: Task,
+    params_of: Callable,
+    init: Callable,
+    client_update: Callable,
+    server_update: Callable,
+    **functions,
+) -> Algorithm:
     """The `Algorithm` of a method whose models are single values of the parameters.
 
     The global model predicts with `params_of(server)`; a client fine-tunes those,
@@ -115,7 +123,10 @@ def point_estimate(name: str, task: Task, params_of: Callable, **functions):
       name: of the method.
       task: model and local training.
       params_of: `(server) -> params`.
-      **functions: fields of `Algorithm`, in place of these or beside them.
+      init: of `Algorithm`, like the next two.
+      client_update: likewise.
+      server_update: likewise.
+      **functions: other fields of `Algorithm`, in place of these or beside them.
     """
     model = task.model
 
@@ -133,7 +144,8 @@ def point_estimate(name: str, task: Task, params_of: Callable, **functions):
         "personalise": personalise,
         "personal_predictive": personal_predictive,
     }
-    return Algorithm(name=name, **{**defaults, **functions})
+    functions = {**defaults, **functions}
+    return Algorithm(name, init, client_update, server_update, **functions)
 
 
 def train_from(task: Task, key, round, params, data):
