@@ -37,6 +37,8 @@ def builder(options: type[Options] = Options) -> Callable:
                         f"takes {', '.join(known) or 'none'}"
                     )
             algorithm = make(task, options(**given))
+            if not isinstance(algorithm, Algorithm):
+                return algorithm  # which the federation refuses by name
             return algorithm._replace(population=(task.clients, task.samples))
 
         build.options = options

@@ -218,7 +218,7 @@ def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
 
 
 def test_a_resume_needs_the_same_settings(run_dir):
-    message = "cluster_transform is .* and 'rotate' here; novel_clients is 0 there and"
+    message = "cluster_transform is .* and 'rotate' here; .*novel_clients is 0 there"
     config = change(novel_clients=1, cluster_transform="rotate")
     with pytest.raises(ValueError, match=message):
         experiment.run(config, options(run_dir, resume=True))
