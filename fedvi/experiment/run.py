@@ -1,33 +1,24 @@
 """Runs experiments: from configurations to run folders and a table."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from fedvi import __version__ as fedvi_version
-from fedvi import data
 from fedvi.algorithm import Algorithm
 from fedvi.data import class_histogram
-from fedvi.evaluation import Scores, Uncertainty, auroc, summarise
+from fedvi.evaluation import Scores
 from fedvi.experiment import (
     checkpoint,
+    display,
+    final_measurements,
     folder,
     plan,
     plots,
@@ -39,15 +30,11 @@ from fedvi.experiment import (
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.folder import CsvFile
 from fedvi.experiment.loading import LoadedData, load_data
-from fedvi.experiment.report import over_seeds
 from fedvi.experiment.setup import Experiment, identity
-from fedvi.federation import BaseFederation, State, take
+from fedvi.federation import BaseFederation, State
 from fedvi.placement import on_host
 
 __all__ = ["run", "run_all"]
-
-# Rich forgets speeds older than this; a block of rounds may take minutes.
-_SPEED_PERIOD_SECONDS = 3600.0
 
 
 def run(
@@ -333,8 +320,10 @@ class Session:
         metrics = CsvFile(self.run_dir / folder.METRICS) if writes else None
         choices = CsvFile(self.run_dir / folder.SELECTION) if writes else None
         with (
-            _event_files(self.options, self.round) as write_scalars,
-            RunProgress(self.config.method, self.config.rounds, self.round) as progress,
+            display.event_files(self.options, self.round) as write_scalars,
+            display.RunProgress(
+                self.config.method, self.config.rounds, self.round
+            ) as progress,
         ):
             evaluations = 0
             for n in self.config.blocks(self.round):
@@ -439,18 +428,14 @@ class Session:
         config, compiled = self.config, self.federation.compile_seconds
         curve, uncertainty, out = None, None, None
         if config.finetune_curve:
-            curve, seconds = self._finetune_curve()
+            curve, seconds = final_measurements.finetune_curve(
+                self.experiment, self.federation, self.states
+            )
             compiled += seconds
         if self.experiment.ood is not None:
-            ood, stream = self.experiment.ood, self.options.stream
-            uncertainty = jax.device_get(
-                self.federation.uncertainty_personal(
-                    self.states,
-                    self.federation.test,
-                    data.ClientArrays(ood) if stream else ood,
-                )
+            out, uncertainty = final_measurements.out_of_distribution(
+                self.experiment, self.federation, self.states, self.options.stream
             )
-            out = _out_of_distribution(self.experiment, *uncertainty)
 
         def write():
             evaluations = CsvFile(self.run_dir / folder.METRICS).rows()
@@ -479,158 +464,3 @@ class Session:
             return result
 
         return processes.on_first(write)
-
-    def _finetune_curve(self) -> tuple[dict[str, Any], float]:
-        """Accuracy (per cent) of training and novel clients for each number of epochs;
-        seconds of compilation."""
-        experiment, config = self.experiment, self.config
-        groups = {"training_clients": experiment.trained}
-        if len(experiment.novel):
-            groups["novel_clients"] = experiment.novel
-        curves = [{name: [] for name in groups} for _ in self.seeds]
-        seconds = 0.0
-        for epochs in config.finetune_curve:
-            other = self.federation
-            if epochs != config.finetune_epochs:  # else compiled already
-                other = other.variant(algorithm=experiment.finetuned(epochs))
-            scores = jax.device_get(other.evaluate_personal(self.states))
-            seconds += 0.0 if other is self.federation else other.compile_seconds
-            for index, curve in enumerate(curves):
-                for name, ids in groups.items():
-                    own = take(take(scores, index), ids)
-                    curve[name].append(summarise(own)["accuracy"])
-        means = {
-            name: np.mean([curve[name] for curve in curves], axis=0).tolist()
-            for name in groups
-        }
-        for name, values in means.items():
-            shown = ", ".join(
-                f"{epochs}: {value:.2f} %"
-                for epochs, value in zip(config.finetune_curve, values)
-            )
-            who = name.replace("_", " ")
-            print(f"fine-tuning epochs and accuracy of {who}: {shown}")
-        per_seed = _with_seeds(config.seed, curves)
-        epochs = list(config.finetune_curve)
-        return {"epochs": epochs, **means, "per_seed": per_seed}, seconds
-
-
-def _out_of_distribution(
-    experiment: Experiment, inside: Uncertainty, outside: Uncertainty
-) -> dict[str, Any]:
-    """How well uncertainty tells the two data sets apart, and its means (nats).
-
-    Over the training clients: values pooled for the AUROC, means over clients.
-    """
-    config = experiment.config
-    per_seed = []
-    for index in range(config.seeds):
-        pair = [take(take(one, index), experiment.trained) for one in (inside, outside)]
-        figures = {}
-        for name in ("entropy", "mutual_information"):
-            pooled = [getattr(one, name)[one.mask] for one in pair]
-            figures[f"auroc_{name}"] = auroc(*pooled)
-            for side, one in zip(("in", "out"), pair):
-                figures[f"{name}_{side}"] = _mean_over_clients(
-                    getattr(one, name), one.mask
-                )
-        per_seed.append(figures)
-    means = over_seeds(per_seed, np.mean)
-    print(
-        f"out of distribution, {config.ood_dataset}: AUROC of entropy "
-        f"{means['auroc_entropy']:.4f}, of mutual information "
-        f"{means['auroc_mutual_information']:.4f}"
-    )
-    per_seed = _with_seeds(config.seed, per_seed)
-    return {"dataset": config.ood_dataset, **means, "per_seed": per_seed}
-
-
-def _mean_over_clients(values: np.ndarray, mask: np.ndarray) -> float:
-    held = mask.any(axis=1)
-    sums = np.where(mask, values, 0.0).sum(axis=1, dtype=np.float64)
-    return float(np.mean(sums[held] / mask.sum(axis=1)[held]))
-
-
-def _with_seeds(first: int, figures: Sequence[dict]) -> list[dict[str, Any]]:
-    return [{"seed": first + index, **one} for index, one in enumerate(figures)]
-
-
-# What is seen while a run goes on.
-
-
-class RunProgress:
-    """Context manager that shows how far a run is: a bar with the time left on a
-    terminal, one line per evaluation elsewhere.
-
-    Args:
-      title: stands before the bar.
-      rounds: rounds of the whole run.
-      done: rounds done before.
-      console: default: standard output.
-    """
-
-    def __init__(
-        self, title: str, rounds: int, done: int = 0, console: Console | None = None
-    ):
-        self._console = console or Console(soft_wrap=True)
-        self._bar = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}"),
-                console=self._console,
-                speed_estimate_period=_SPEED_PERIOD_SECONDS,
-            )
-            self._task = self._bar.add_task(
-                title, total=rounds, completed=done, status=""
-            )
-
-    def __enter__(self):
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception):
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, rounds: int, status: str) -> None:
-        """`rounds` more are done; `status` is one line on how they went."""
-        if self._bar is None:
-            self.print(status)
-        else:
-            self._bar.update(self._task, advance=rounds, status=status)
-
-    def print(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        self._console.print(text, markup=False, highlight=False)
-
-
-@contextlib.contextmanager
-def _event_files(
-    options: RunOptions, done: int
-) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
-    """Gives a function that writes rows of `metrics.csv` as TensorBoard scalars; it
-    does nothing without `options.tensorboard`.
-
-    Args:
-      options: of the run.
-      done: rounds done before; what an earlier stretch wrote after them is dropped.
-    """
-    if not options.tensorboard or not processes.is_first():
-        yield lambda rows: None
-        return
-    from tensorboardX import SummaryWriter
-
-    def write(rows):
-        for row in rows:
-            for key, value in row.items():
-                if isinstance(value, float):
-                    events.add_scalar(f"{key}/seed_{row['seed']}", value, row["round"])
-
-    with SummaryWriter(options.run_dir, purge_step=done + 1) as events:
-        yield write

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fedvi import experiment
 from fedvi.experiment import ExperimentConfig, RunOptions
-from fedvi.experiment.run import RunProgress, _event_files
+from fedvi.experiment.display import RunProgress, event_files
 
 
 def show(terminal):
@@ -34,7 +34,7 @@ ROW = {"round": 2, "seed": 5, "split": "test", "loss": 0.5, "personal_nll": None
 
 def test_without_the_flag_nothing_is_written(tmp_path):
     options = RunOptions(str(tmp_path))
-    with _event_files(options, 0) as write:
+    with event_files(options, 0) as write:
         write([ROW])
     assert not list(tmp_path.iterdir())
 
@@ -50,7 +50,7 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_a_row_becomes_scalars(tmp_path):
     pytest.importorskip("tensorboardX")
     options = RunOptions(str(tmp_path), tensorboard=True)
-    with _event_files(options, 0) as write:
+    with event_files(options, 0) as write:
         write([ROW])
     [events] = tmp_path.glob("events.out.tfevents.*")
     assert b"loss/seed_5" in events.read_bytes()
