@@ -1,4 +1,4 @@
-"""What is measured once, after training: fine-tuning curve, other data's uncertainty."""
+"""What is measured once, after training: fine-tuning curve, out-of-distribution."""
 
 from collections.abc import Sequence
 from typing import Any
