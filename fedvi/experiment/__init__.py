@@ -1,8 +1,7 @@
 """Running experiments: from a configuration, or a command line, to a run folder."""
 
-from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
 from fedvi.experiment.loading import load_data
-from fedvi.experiment.processes import HostOptions
 from fedvi.experiment.run import run, run_all
 
 __all__ = [

@@ -6,6 +6,10 @@ option of every registered algorithm, and a few of the command line's own.
 
 import dataclasses
 import os
+import sys
+import threading
+import time
+import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +19,21 @@ import absl.app
 import absl.logging
 import jax
 from absl import flags
+from jax._src import distributed
 
 from fedvi.algorithms import ALGORITHMS, options_of
-from fedvi.experiment.cluster import Cluster
-from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.experiment.processes import HostOptions
+from fedvi.experiment import processes
+from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
+from fedvi.experiment.lost_processes import Watchdog, lost_line
 from fedvi.experiment.run import run_all
 from fedvi.options import choices_of, kinds_of
 
 __all__ = ["define", "parse", "read", "read_hosts", "start"]
+
+_LOST = 3  # exit code of a process that lost another one
+# Process 0 holds the coordination service: without it the others' JAX aborts before
+# they can say anything.
+_LINGER_SECONDS = 1.0
 
 # `--help` lists the flags under the script that calls `start`.
 flags.disclaim_key_flags()
@@ -42,43 +52,118 @@ def start(
     or a failed run among the summaries that `main` returns, in one line and exit
     code 1; everything else keeps its traceback. The flags of `HostOptions` make it
     one of several processes: if another one is lost it ends in one line and exit
-    code 3 (`fedvi.experiment.cluster`).
+    code 3 (`fedvi.experiment.lost_processes`).
     """
 
     def parse_or_exit(argv):
         try:
             return parse(argv)
         except flags.Error as error:
-            Cluster(HostOptions()).leave(2, error)
+            Ending().leave(2, error)
 
     def run(argv):
-        cluster = Cluster(HostOptions())
+        ending = Ending()
         try:
             runs, hosts = read(), read_hosts()
             if not flags.FLAGS["verbosity"].present:
                 absl.logging.set_verbosity(absl.logging.WARNING)
             _use_cache(flags.FLAGS.compilation_cache)
-            cluster = Cluster(hosts, runs)
-            cluster.join(flags.FLAGS.devices)
+            ending = Ending(runs)
+            processes.join(hosts, flags.FLAGS.devices)
+            if hosts.several:
+                ending.watch(hosts.lost_timeout)
             problem = _failed(main(runs))
             if problem:
-                cluster.leave(1, problem)
-            cluster.done()
+                ending.leave(1, problem)
+            ending.done()
         except flags.Error as error:
-            cluster.leave(2, error)
+            ending.leave(2, error)
         except KeyboardInterrupt:
             line = "interrupted; --resume continues from the last checkpoint"
-            cluster.leave(130, line)
+            ending.leave(130, line)
         except Exception as error:
-            cluster.check(error)
+            ending.check(error)
             # JAX leaves a note on what was raised while it traced: no user's mistake.
             if isinstance(error, ValueError) and not getattr(error, "__notes__", None):
-                cluster.leave(1, error)
-            cluster.give_up()
+                ending.leave(1, error)
+            ending.give_up()
             raise
 
     define()
     absl.app.run(run, flags_parser=parse_or_exit)
+
+
+def _use_cache(folder: str) -> None:
+    """Turns JAX's persistent cache on, unless the user's environment already did."""
+    if folder and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# How a process ends.
+
+
+class Ending:
+    """Ends this process: in one line, or, as one of several, without the others.
+
+    Args:
+      runs: what is run, to tell where a lost run can go on.
+    """
+
+    def __init__(self, runs: Sequence[tuple[ExperimentConfig, RunOptions]] = ()):
+        self._runs = runs
+        self._watchdog: Watchdog | None = None
+        self._leaving = threading.Lock()
+
+    def watch(self, lost_timeout: float) -> None:
+        """Ends the process too if another one of several is lost from now on."""
+        state = distributed.global_state
+        self._watchdog = Watchdog(
+            state.client,
+            state.process_id,
+            state.num_processes,
+            lost_timeout,
+            self._lose,
+        )
+        self._watchdog.start()
+
+    def done(self) -> None:
+        """Tells the others that this process has nothing left to do with them."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def check(self, error: BaseException) -> None:
+        """Ends the process if `error` comes of the loss of another one."""
+        missing = self._watchdog and self._watchdog.behind(error)
+        if missing is not None:
+            self._lose(missing)
+
+    def give_up(self) -> None:
+        """Ends one of several processes with a traceback; alone it does nothing."""
+        if self._watchdog is not None:
+            traceback.print_exc()
+            self.leave(1)
+
+    def leave(self, code: int, error: Any = None) -> NoReturn:
+        """Ends the process, in one line if `error` is given.
+
+        One of several does not wait for the others, as Python's own exit would: they
+        may be waiting for this one.
+        """
+        with self._leaving:  # the watchdog has a thread of its own
+            sys.stdout.flush()  # the line comes last where both go to one file
+            if error is not None:
+                line = f"error: {' '.join(str(error).split())}"
+                print(line, file=sys.stderr, flush=True)
+            if self._watchdog is None:
+                sys.exit(code)
+            if distributed.global_state.process_id == 0:
+                time.sleep(_LINGER_SECONDS)
+            os._exit(code)
+
+    def _lose(self, missing: Sequence[int]) -> NoReturn:
+        count = distributed.global_state.num_processes
+        self.leave(_LOST, lost_line(missing, count, self._runs))
 
 
 def _failed(summaries: Sequence[Mapping[str, Any]]) -> str | None:
@@ -89,13 +174,6 @@ def _failed(summaries: Sequence[Mapping[str, Any]]) -> str | None:
         f"{', '.join(failed)} failed: the server's state is not finite, or no "
         "participant's upload counted in any round; a smaller learning_rate may help"
     )
-
-
-def _use_cache(folder: str) -> None:
-    """Turns JAX's persistent cache on, unless the user's environment already did."""
-    if folder and not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 # Flags.

@@ -6,30 +6,127 @@ touches the run folder. With one process these functions only call what they are
 """
 
 import contextlib
-import dataclasses
 import json
 import os
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from fedvi.options import check, option
+from fedvi.experiment.config import HostOptions
+from fedvi.experiment.devices import show_cpus, usable_cores
 
 __all__ = [
-    "HostOptions",
     "agree",
     "everywhere",
     "exchange",
     "is_first",
+    "join",
     "on_first",
     "quiet",
 ]
 
 _T = TypeVar("_T")
 _SMALLEST = 1024  # bytes; sizes are powers of two, so that few programs compile
+
+
+def join(options: HostOptions, devices: int | None = None) -> None:
+    """Waits until all processes are there; before JAX touches any device.
+
+    Ends the process with one line if they are not after `start_timeout`: JAX itself
+    would abort.
+
+    Args:
+      options: how they find each other; validated.
+      devices: of all processes together, as asked for.
+
+    Raises:
+      ValueError: the coordinator's port is taken, or JAX finds no cluster.
+    """
+    if not options.several:
+        show_cpus(usable_cores() if devices is None else devices)
+        return
+    if options.process_id == 0 and options.coordinator_address is not None:
+        _check_port(options.coordinator_address)
+    alarm = threading.Timer(options.start_timeout, _nobody_came, (options,))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        _initialize(options)
+        # What jax.distributed does not tell without starting the devices.
+        state = distributed.global_state
+        if devices is not None and devices % state.num_processes == 0:
+            show_cpus(devices // state.num_processes)
+        jax.devices()  # the processes tell each other of theirs
+    finally:
+        alarm.cancel()
+
+
+def _nobody_came(options: HostOptions) -> NoReturn:
+    who = "the processes of this run"
+    if options.num_processes is not None:
+        who = f"the {options.num_processes} processes of num_processes"
+    where = options.coordinator_address or "the address that JAX found"
+    line = (
+        f"error: {who} did not all come together at coordinator_address={where} "
+        f"within start_timeout={options.start_timeout} s: start them all with the "
+        "same address and number, each with its own process_id, and see that they "
+        "can reach it"
+    )
+    print(line, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _check_port(address: str) -> None:
+    # A port that is taken makes JAX 0.10.2 crash at times, instead of raising.
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(address.rpartition(":")[2])))
+        except OSError as error:
+            raise ValueError(
+                f"coordinator_address={address!r}: its port cannot be used on this "
+                f"machine ({error.strerror}): give another one to all processes"
+            ) from error
+
+
+def _initialize(options: HostOptions) -> None:
+    # JAX would take SIGTERM for the notice of a preemption, and run on.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            options.coordinator_address,
+            options.num_processes,
+            options.process_id,
+            # Both abort the process: only if our own timers fail.
+            initialization_timeout=2 * options.start_timeout + 10,
+            heartbeat_timeout_seconds=2 * options.lost_timeout + 10,
+            **(
+                {"cluster_detection_method": "deactivate"}
+                if options.distributed == "off"
+                else {}
+            ),
+        )
+    except (RuntimeError, ValueError) as error:
+        if options.distributed == "auto" and "defined" in str(error):
+            raise ValueError(
+                "distributed='auto': JAX finds no cluster (Slurm, Open MPI, "
+                "Kubernetes, TPU pod) around this process: give --coordinator_address, "
+                "--num_processes and --process_id"
+            ) from error
+        raise ValueError(
+            f"coordinator_address={options.coordinator_address!r} cannot be used "
+            f"({error}): give another one to all processes"
+        ) from error
+
+
+# What they tell each other.
 
 
 def is_first() -> bool:
@@ -116,80 +213,3 @@ def agree(values: Mapping[str, Any]) -> None:
                 f"the processes do not agree: {'; '.join(differing)}; give all the "
                 "same flags, files and versions"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class HostOptions:
-    """How the processes of a run find each other; by default there is one."""
-
-    distributed: Literal["off", "auto"] = option(
-        "off",
-        "auto: one of several processes that JAX finds by itself (Slurm, Open MPI, "
-        "Kubernetes, TPU pod).",
-    )
-    coordinator_address: str | None = option(
-        None, "HOST:PORT of process 0, where the processes of a run meet."
-    )
-    num_processes: int | None = option(
-        None, "Processes of the run; each gets its own --process_id.", at_least=1
-    )
-    process_id: int | None = option(
-        None, "Of this process, from 0; process 0 writes the files.", at_least=0
-    )
-    start_timeout: int = option(
-        300, "Seconds that the processes wait for each other at the start.", at_least=1
-    )
-    lost_timeout: int = option(
-        100,
-        "Seconds without a sign of life after which a process counts as lost (JAX's "
-        "own figure).",
-        at_least=3,
-    )
-
-    @property
-    def several(self) -> bool:
-        """Whether JAX's distributed service is asked for."""
-        return self.distributed == "auto" or self.coordinator_address is not None
-
-    def validate(self, devices: int | None = None) -> None:
-        """Checks every field, before anything starts.
-
-        Args:
-          devices: of all processes together, if asked for.
-
-        Raises:
-          ValueError: names the flag, its value and what would be right.
-        """
-        check(self)
-        three = ("coordinator_address", "num_processes", "process_id")
-        given = [name for name in three if getattr(self, name) is not None]
-        missing = [name for name in three if name not in given]
-        if self.distributed == "off" and given and missing:
-            raise ValueError(
-                f"{_named(given)} without {_named(missing)}: several processes need "
-                "all three, or --distributed=auto where JAX can find them"
-            )
-        if self.coordinator_address is not None:
-            host, _, port = self.coordinator_address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ValueError(
-                    f"coordinator_address={self.coordinator_address!r} must be "
-                    "HOST:PORT, such as node1:12345"
-                )
-        if self.num_processes is None:
-            return
-        if self.process_id is not None and self.process_id >= self.num_processes:
-            raise ValueError(
-                f"process_id={self.process_id} must be at most "
-                f"{self.num_processes - 1}: the ids of "
-                f"num_processes={self.num_processes} count from 0"
-            )
-        if devices is not None and devices % self.num_processes:
-            raise ValueError(
-                f"devices={devices} must be a multiple of "
-                f"num_processes={self.num_processes}: each gives as many"
-            )
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(f"--{name}" for name in names)

@@ -17,10 +17,11 @@ from fedvi.data import class_histogram
 from fedvi.evaluation import Scores
 from fedvi.experiment import (
     checkpoint,
+    chunking,
+    devices,
     display,
     final_measurements,
     folder,
-    plan,
     plots,
     processes,
     report,
@@ -177,7 +178,7 @@ def _prepared(
             }
         )
         processes.everywhere(
-            lambda options=options: setup.mesh(options.devices, options.model_devices)
+            lambda options=options: devices.mesh(options.devices, options.model_devices)
         )
     processes.on_first(check_folders)
     experiments = processes.everywhere(build)
@@ -197,7 +198,7 @@ def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
         print(f"{run_dir} holds this run, finished: nothing to do")
         return finished
     processes.on_first(lambda: folder.make(run_dir))
-    mesh = setup.mesh(options.devices, options.model_devices, experiment.together)
+    mesh = devices.mesh(options.devices, options.model_devices, experiment.together)
     federation = setup.federation(experiment, options, mesh)
     shapes = federation.shapes(config.seeds)
     restored = None
@@ -208,7 +209,7 @@ def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
         )
     if options.resume and restored is None:
         print(f"{run_dir} holds no checkpoint: starting with the first round")
-    chosen, federation = plan.grouped(federation, experiment, options, shapes)
+    chosen, federation = chunking.grouped(federation, experiment, options, shapes)
     print(chosen.reason)
     if options.overwrite:
         processes.on_first(lambda: folder.prepare(run_dir, overwrite=True))

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from fedvi import algorithms, codecs, data, nn, selection
 from fedvi.algorithm import Algorithm, Task
-from fedvi.cohort import clients_mesh
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment import folder
 from fedvi.experiment.config import (
@@ -34,9 +33,7 @@ __all__ = [
     "experiment",
     "federation",
     "identity",
-    "mesh",
     "resolve",
-    "usable_cores",
 ]
 
 
@@ -312,33 +309,6 @@ def _turns(
 def _most_frequent(labels: np.ndarray) -> int:
     """The class of most examples, the lowest of several; -1 without examples."""
     return int(np.bincount(labels).argmax()) if labels.size else -1
-
-
-def mesh(devices: int | None, model_devices: int = 1, together: int = 1) -> Mesh:
-    """The devices of a run.
-
-    Args:
-      devices: how many; None: every accelerator. Of a CPU: of one process as many as
-        there are cores for the clients that train together, since a client alone
-        keeps little more than one core busy; of several processes one each.
-      model_devices: as of `clients_mesh`.
-      together: clients that train together.
-
-    Raises:
-      ValueError: as `clients_mesh`.
-    """
-    if devices is None and jax.default_backend() == "cpu":
-        devices = max(jax.process_count(), model_devices)
-        if devices == 1:
-            devices = min(together, usable_cores(), len(jax.devices()))
-    return clients_mesh(devices, model_devices)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def federation(

@@ -11,7 +11,7 @@ import pytest
 from fedvi import experiment
 from fedvi.algorithm import Importance
 from fedvi.algorithms import fedavg
-from fedvi.experiment import checkpoint, folder, load_data, setup
+from fedvi.experiment import checkpoint, devices, folder, load_data
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.folder import CsvFile
 from fedvi.flat import trees
@@ -120,8 +120,8 @@ def test_problems_of_the_choice_are_counted(straight):
     assert summary["problems"]["equal_chances"] == {"7": 1, "8": 1}
     assert not summary["failed"]
     # Two train, but all four report: as many as there are cores on each device.
-    devices = min(4, setup.usable_cores())
-    assert f"1 of {-(-4 // devices)} clients a round" in summary["plan"]
+    used = min(4, devices.usable_cores())
+    assert f"1 of {-(-4 // used)} clients a round" in summary["plan"]
 
 
 def test_the_window_is_the_mean_of_its_evaluations(straight):

@@ -226,3 +226,12 @@ def test_there_is_a_flag_file_for_every_cell():
     ]
     expected = {f"{method}_{cell}.flags" for method in methods for cell in cells}
     assert {file.name for file in (FLAGFILES / "fedhb").iterdir()} == expected
+
+
+def test_a_mistake_is_no_loss():
+    alone = command_line.Ending()
+    alone.check(ValueError("Gloo all-reduce failed"))  # there is nobody to lose
+    alone.done()
+    with pytest.raises(SystemExit) as left:
+        alone.leave(5, "two\nlines")
+    assert left.value.code == 5

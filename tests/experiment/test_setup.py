@@ -167,17 +167,6 @@ def test_a_label_outside_the_classes_is_named(tmp_path):
         setup.experiment(change(dataset="mine", data_file=path, clients=2))
 
 
-def test_devices_by_default_and_more_than_there_are(monkeypatch):
-    assert setup.mesh(None).size == 1
-    monkeypatch.setattr(setup, "usable_cores", lambda: 3)
-    assert [setup.mesh(None, together=n).size for n in (1, 2, 9)] == [1, 2, 3]
-    monkeypatch.setattr(setup, "usable_cores", lambda: 99)
-    assert setup.mesh(None, together=99).size == 8  # all that JAX shows
-    assert setup.mesh(4).size == 4
-    with pytest.raises(ValueError, match="devices=99"):
-        setup.mesh(99)
-
-
 def test_novel_clients_are_no_part_of_training():
     plain = setup.experiment(CONFIG)
     kept_out = setup.experiment(change(novel_clients=2))

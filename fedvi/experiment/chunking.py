@@ -1,4 +1,4 @@
-"""How many clients and seeds train at once, chosen from backend and memory."""
+"""How many clients and runs (seeds) train at once, from backend and memory."""
 
 import math
 import re
@@ -28,12 +28,12 @@ class Plan(NamedTuple):
 
     Attributes:
       chunk_size: clients in one vmap on a device.
-      seeds_at_once: seeds in one vmap; 1: one after another.
+      runs_at_once: runs (seeds) in one vmap; 1: one after another.
       reason: one line for the user.
     """
 
     chunk_size: int
-    seeds_at_once: int
+    runs_at_once: int
     reason: str
 
 
@@ -63,10 +63,10 @@ def grouped(
         return _streamed(federation, options, device.platform)
     candidates: dict[tuple[int, int], BaseFederation] = {}
 
-    def compile_block(chunk_size: int, seeds_at_once: int):
-        groups = {"chunk_size": chunk_size, "runs_at_once": seeds_at_once}
+    def compile_block(chunk_size: int, runs_at_once: int):
+        groups = {"chunk_size": chunk_size, "runs_at_once": runs_at_once}
         candidate = federation.variant(**groups)
-        candidates[chunk_size, seeds_at_once] = candidate
+        candidates[chunk_size, runs_at_once] = candidate
         return candidate.compile("rounds", shapes, n=next(config.blocks()))
 
     free = free_memory(device)
@@ -90,7 +90,7 @@ def grouped(
         )
     )
     processes.agree({"chunk_size and seeds at once": list(chosen[:2])})
-    return chosen, candidates[chosen.chunk_size, chosen.seeds_at_once]
+    return chosen, candidates[chosen.chunk_size, chosen.runs_at_once]
 
 
 def _streamed(
@@ -120,7 +120,7 @@ def choose(
     cohort, shrunk in proportion until they fit.
 
     Args:
-      compile_block: `(chunk_size, seeds_at_once) -> jax.stages.Compiled`, of a block
+      compile_block: `(chunk_size, runs_at_once) -> jax.stages.Compiled`, of a block
         of rounds.
       cohort: clients a round on one device.
       seeds: number of seeds.

@@ -6,10 +6,9 @@ import time
 
 import pytest
 
-from fedvi.experiment import checkpoint, cluster
-from fedvi.experiment.cluster import Watchdog
+from fedvi.experiment import checkpoint
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.experiment.processes import HostOptions
+from fedvi.experiment.lost_processes import Watchdog, lost_line
 
 TIMEOUT = 0.4  # seconds; a sign of life comes every tenth of it
 
@@ -95,28 +94,17 @@ def runs(tmp_path):
 
 def test_a_loss_is_told_with_the_place_to_go_on(runs, tmp_path):
     stopped = tmp_path / "stopped"
-    line = cluster.lost_line([1], 2, runs)
+    line = lost_line([1], 2, runs)
     assert line == (
         f"process 1 of 2 was lost; {stopped} holds no checkpoint: start all 2 again"
     )
     path = stopped / "checkpoint.npz"
     checkpoint.save(path, {"a": 1.0}, {"fingerprint": "x", "round": 4})
-    line = cluster.lost_line([1, 3], 4, runs)
+    line = lost_line([1, 3], 4, runs)
     assert line == (
         f"processes 1, 3 of 4 were lost; {path} holds round 4 of 9: start all 4 again "
         "with --resume"
     )
     path.write_bytes(b"half")
-    assert "cannot read checkpoint" in cluster.lost_line([], 4, runs)
-    assert cluster.lost_line([], 4, runs[:1]) == (
-        "one of the other 3 processes was lost"
-    )
-
-
-def test_a_mistake_is_no_loss():
-    alone = cluster.Cluster(HostOptions())
-    alone.check(ValueError("Gloo all-reduce failed"))  # there is nobody to lose
-    alone.done()
-    with pytest.raises(SystemExit) as left:
-        alone.leave(5, "two\nlines")
-    assert left.value.code == 5
+    assert "cannot read checkpoint" in lost_line([], 4, runs)
+    assert lost_line([], 4, runs[:1]) == ("one of the other 3 processes was lost")

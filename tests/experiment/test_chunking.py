@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedvi.experiment import plan
+from fedvi.experiment import chunking
 
 GIB = 2**30
 
@@ -15,10 +15,10 @@ class Compiler:
     def __init__(self, each, fixed=0):
         self.each, self.fixed, self.calls = each, fixed, []
 
-    def __call__(self, chunk_size, seeds_at_once):
-        self.calls.append((chunk_size, seeds_at_once))
+    def __call__(self, chunk_size, runs_at_once):
+        self.calls.append((chunk_size, runs_at_once))
         memory = SimpleNamespace(
-            temp_size_in_bytes=self.fixed + self.each * chunk_size * seeds_at_once,
+            temp_size_in_bytes=self.fixed + self.each * chunk_size * runs_at_once,
             output_size_in_bytes=7,
             alias_size_in_bytes=7,
         )
@@ -27,8 +27,8 @@ class Compiler:
 
 def choose(compiler, **arguments):
     settings = dict(cohort=10, seeds=3, platform="gpu", limit=10 * GIB)
-    chosen, block = plan.choose(compiler, **(settings | arguments))
-    assert compiler.calls[-1] == (chosen.chunk_size, chosen.seeds_at_once)
+    chosen, block = chunking.choose(compiler, **(settings | arguments))
+    assert compiler.calls[-1] == (chosen.chunk_size, chosen.runs_at_once)
     assert block is not None
     return chosen
 
@@ -96,13 +96,13 @@ def test_a_real_program_tells_its_temporaries():
         return jnp.sort(jnp.outer(x, x), axis=0).sum()
 
     compiled = jax.jit(fn).lower(jnp.zeros(256)).compile()
-    assert 256 * 256 * 4 <= plan.temporary_bytes(compiled) < 10 * 256 * 256 * 4
+    assert 256 * 256 * 4 <= chunking.temporary_bytes(compiled) < 10 * 256 * 256 * 4
 
 
 def test_the_memory_of_a_cpu_is_what_the_system_could_give(monkeypatch, tmp_path):
     device = jax.devices("cpu")[0]
-    monkeypatch.setattr(plan, "_MEMINFO", tmp_path / "meminfo")
-    assert plan.free_memory(device) is None
+    monkeypatch.setattr(chunking, "_MEMINFO", tmp_path / "meminfo")
+    assert chunking.free_memory(device) is None
     text = "MemTotal: 9 kB\nMemAvailable:    12345 kB\n"
     (tmp_path / "meminfo").write_text(text)
-    assert plan.free_memory(device) == 12345 * 1024
+    assert chunking.free_memory(device) == 12345 * 1024
