@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from fedvi.keys import is_key
 
 __all__ = ["ClientStore"]
 
@@ -251,20 +252,16 @@ def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return np.memmap(path, dtype, "r+", shape=shape)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
     """What stands for a leaf in a file: the bits of a key."""
-    if _is_key(leaf):
+    if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
 
 
 def _untyped(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def _typed(rows: np.ndarray, leaf: Any) -> Any:
-    return jax.random.wrap_key_data(rows) if _is_key(leaf) else rows
+    return jax.random.wrap_key_data(rows) if is_key(leaf) else rows

@@ -20,7 +20,7 @@ from fedvi.cohort import MODEL_AXIS, map_reduce
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.flat import has_flats
-from fedvi.keys import Purpose, derive
+from fedvi.keys import Purpose, derive, is_key
 from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
@@ -292,7 +292,7 @@ class BaseFederation:
         save()
 
     def _check_key(self, key) -> None:
-        if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        if not is_key(key):
             raise ValueError(
                 f"key={key!r} must be a typed key: jax.random.key(seed), or several, "
                 "one a run"

@@ -19,6 +19,7 @@ __all__ = [
     "Layout",
     "flatten",
     "has_flats",
+    "is_flat",
     "like_flats",
     "map_layers",
     "trees",
@@ -102,13 +103,13 @@ def flatten(tree: Any) -> Flat:
 def trees(pytree: Any) -> Any:
     """The pytree with every `Flat` in it replaced by its tree."""
     return jax.tree.map(
-        lambda node: node.tree() if _is_flat(node) else node, pytree, is_leaf=_is_flat
+        lambda node: node.tree() if is_flat(node) else node, pytree, is_leaf=is_flat
     )
 
 
 def has_flats(pytree: Any) -> bool:
     """Whether there is a `Flat` in a pytree."""
-    return any(map(_is_flat, jax.tree.leaves(pytree, is_leaf=_is_flat)))
+    return any(map(is_flat, jax.tree.leaves(pytree, is_leaf=is_flat)))
 
 
 def like_flats(tree: Any, like: Any) -> Any:
@@ -119,7 +120,7 @@ def like_flats(tree: Any, like: Any) -> Any:
     """
 
     def restore(node, part):
-        if not _is_flat(node):
+        if not is_flat(node):
             return part
         flat = flatten(part)
         if flat.layout != node.layout:
@@ -129,7 +130,7 @@ def like_flats(tree: Any, like: Any) -> Any:
             )
         return flat
 
-    return jax.tree.map(restore, like, tree, is_leaf=_is_flat)
+    return jax.tree.map(restore, like, tree, is_leaf=is_flat)
 
 
 def map_layers(fn: Callable, pytree: Any) -> Any:
@@ -138,5 +139,6 @@ def map_layers(fn: Callable, pytree: Any) -> Any:
     return jax.tree.map(fn, trees(pytree))
 
 
-def _is_flat(node: Any) -> bool:
+def is_flat(node: Any) -> bool:
+    """Whether a node of a pytree is a `Flat`; the `is_leaf` that stops there."""
     return isinstance(node, Flat)

@@ -6,10 +6,12 @@ draws the same numbers.
 """
 
 import enum
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-__all__ = ["Purpose", "derive"]
+__all__ = ["Purpose", "derive", "is_key"]
 
 
 class Purpose(enum.IntEnum):
@@ -40,3 +42,8 @@ def derive(root, purpose: Purpose, round=0, client_id=0):
     """
     key = jax.random.fold_in(root, int(purpose))
     return jax.random.fold_in(jax.random.fold_in(key, round), client_id)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf, an array or its shape, is one or several typed PRNG keys."""
+    return jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)

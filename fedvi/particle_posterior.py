@@ -6,7 +6,6 @@ sees one client's data at most.
 """
 
 import math
-import os
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import distrax
@@ -19,6 +18,7 @@ from fedvi.distributions.tree import Tree
 from fedvi.flat import Flat, Layout, flatten, trees
 from fedvi.nn import Model
 from fedvi.options import Options, option
+from fedvi.placement import device_memory
 from fedvi.stein import KERNELS, kde_score, svgd_direction
 from fedvi.stein.kde import weakened_kde_score
 from fedvi.stein.kernels import Kernel
@@ -201,17 +201,10 @@ def particle_posterior(
         prior = priors.Hierarchical(size, options.gamma_shape, options.gamma_rate)
     # Beside the clients' sets a visit has ten at once: global and local particles,
     # frozen densities, scores, direction, moments and temporaries.
-    most = max(1, _memory() // ((kept + 10) * 4 * size))
+    most = max(1, device_memory() // ((kept + 10) * 4 * size))
     if options.particles > most:
         raise ValueError(
             f"particles={options.particles} of {model.name} do not fit into this "
             f"device's memory with {kept} sets of them for the clients: {most:,} do"
         )
     return ParticlePosterior(model, prior, layout, options)
-
-
-def _memory() -> int:
-    """Bytes of the device, or of the host where the device does not say."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return stats.get("bytes_limit", physical)

@@ -1,5 +1,6 @@
 """Where a run's arrays lie on a mesh: data whole on every device, states by leaf."""
 
+import os
 from typing import Any
 
 import jax
@@ -10,9 +11,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from fedvi.cohort import MODEL_AXIS
 from fedvi.flat import trees
+from fedvi.keys import is_key
 from fedvi.nn import Model
 
-__all__ = ["layered", "on_host", "put", "replicate", "replicated", "state_shardings"]
+__all__ = [
+    "device_memory",
+    "layered",
+    "on_host",
+    "put",
+    "replicate",
+    "replicated",
+    "state_shardings",
+]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -75,7 +85,7 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
         return jax.device_put(leaf, sharding)
     if not getattr(leaf, "is_fully_addressable", True):
         return jax.device_put(leaf, sharding)  # lies on the devices of all already
-    if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+    if is_key(leaf):
         data = put(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
@@ -96,9 +106,16 @@ def on_host(leaf: jax.Array) -> jax.Array | np.ndarray:
     return multihost_utils.process_allgather(leaf, tiled=True)
 
 
+def device_memory() -> int:
+    """Bytes of the device, or of the host where the device does not say."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats.get("bytes_limit", physical)
+
+
 def _split(mesh: Mesh, leaf: Any, lead: int) -> NamedSharding:
     whole = replicated(mesh)
-    if MODEL_AXIS not in mesh.shape or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if MODEL_AXIS not in mesh.shape or is_key(leaf):
         return whole
     parts = mesh.shape[MODEL_AXIS]
     axes = [a for a in range(lead, leaf.ndim) if leaf.shape[a] % parts == 0]

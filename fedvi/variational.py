@@ -5,7 +5,6 @@ What the mean-field algorithms share. A `Family` says what a posterior is, a
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from fedvi.distributions import mean_field, spike_and_slab
 from fedvi.flat import trees
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
+from fedvi.placement import device_memory
 
 __all__ = [
     "BayesianNetwork",
@@ -234,7 +234,4 @@ def _most_draws(model: Model) -> int:
     activations of a batch; what the clients and seeds of one `vmap` multiply is not.
     """
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    stats = jax.local_devices()[0].memory_stats() or {}
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = stats.get("bytes_limit", physical)
-    return max(1, memory // (6 * 4 * parameter_count(shapes)))
+    return max(1, device_memory() // (6 * 4 * parameter_count(shapes)))

@@ -1,6 +1,7 @@
 """Scores of prior and likelihood, predictions, first particles, what they stand for."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import pytest
 from scipy.special import logsumexp
 from scipy.stats import norm
 
-from fedvi import particle_posterior as module
 from fedvi.algorithms.dsvgd import DSVGD
 from fedvi.flat import flatten, trees
 from fedvi.local import Batch
@@ -192,7 +192,7 @@ def test_more_particles_than_memory_holds_are_refused(task, monkeypatch):
     """Ten sets at work and none kept, of 53 weights of 4 bytes."""
     with pytest.raises(ValueError, match="do not fit into this device's memory"):
         particle_posterior(task.model, DSVGD(particles=10**12), kept=6)
-    monkeypatch.setattr(module.os, "sysconf", lambda name: 150)
+    monkeypatch.setattr(os, "sysconf", lambda name: 150)
     with pytest.raises(ValueError, match=r"particles=11 of mlp .*: 10 do"):
         particle_posterior(task.model, DSVGD(particles=11), kept=0)
     assert particle_posterior(task.model, DSVGD(particles=10), kept=0)

@@ -1,285 +1,88 @@
-"""Atomic checkpoints of any pytree in one `.npz` file.
+"""The checkpoint of a run: what is kept of it, and whether it is that of this run."""
 
-A kill at any moment leaves either the previous checkpoint or the new one, never a mix:
-the file is written beside its target and renamed over it. Metadata sits inside the
-same file, so that state and round number cannot disagree. Nothing is pickled. A `Flat`
-is written layer by layer, under the layers' names.
-
-Not Orbax: this is one file, renamed in one step together with its metadata, keeps typed
-keys and bits, and names the settings that differ; Orbax's folders would need all of
-that around them.
-"""
-
-import contextlib
-import hashlib
 import json
-import pickle
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from fedvi.experiment.folder import write_atomically
-from fedvi.flat import Flat
-from fedvi.placement import put
+from fedvi.experiment import folder, npz_tree, processes
+from fedvi.experiment.problems import Problems
+from fedvi.experiment.setup import Experiment, identity
+from fedvi.federation import BaseFederation, State
+from fedvi.placement import on_host
 
-__all__ = ["fingerprint", "read_metadata", "restore", "save"]
-
-_METADATA = "metadata"
-# What numpy and zipfile raise on a missing, truncated, damaged or foreign file.
-_READ_ERRORS = (
-    OSError,
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+__all__ = ["Kept", "restore_run", "save_run"]
 
 
-def fingerprint(config: Mapping[str, Any]) -> str:
-    """sha256 (hex) of the configuration's canonical JSON, whatever its key order.
+class Kept(NamedTuple):
+    """What a checkpoint holds: the states of all seeds, and the run's own notes."""
 
-    Raises:
-      ValueError: `config` holds something that JSON cannot express.
-    """
-    return hashlib.sha256(_canonical(config).encode()).hexdigest()
+    states: State
+    round: int
+    problems: Problems
 
 
-def save(path: str | Path, tree: Any, metadata: Mapping[str, Any]) -> None:
-    """Writes `tree` and `metadata` to `path`, atomically and durably.
+def save_run(
+    experiment: Experiment, run_dir: Path, federation: BaseFederation, kept: Kept
+) -> None:
+    """Writes the checkpoint of a run, and with it makes permanent what its clients
+    keep on disk."""
+    config = identity(experiment.config.to_dict(), experiment.data_sha256)
+    metadata = {
+        "config": config,
+        "round": kept.round,
+        "problems": kept.problems.to_dict(),
+    }
+    states = jax.tree.map(on_host, kept.states)  # by all: parts lie with each
 
-    Args:
-      path: target file; an older checkpoint there is replaced. One process at a time
-        may write to it: temporary files of killed predecessors are removed.
-      tree: pytree of jax or numpy arrays of any shape, typed PRNG keys and Python
-        numbers. Shapes, dtypes and bits are kept.
-      metadata: JSON-like. Must hold `fingerprint` (see `fingerprint`); should hold
-        `config`, which lets `restore` say what differs, and the round.
+    def save():
+        if processes.is_first():
+            npz_tree.save(run_dir / folder.CHECKPOINT, states, metadata)
+
+    federation.commit(kept.states, save)
+
+
+def restore_run(experiment: Experiment, run_dir: Path, shapes: State) -> Kept | None:
+    """Reads the checkpoint of a run folder; None if the run was stopped before one.
 
     Raises:
-      ValueError: `metadata` holds no fingerprint or is not JSON-like, or a leaf is
-        not numeric.
+      ValueError: the folder's run belongs to another configuration or other data, or
+        its checkpoint is damaged.
     """
-    if not isinstance(metadata.get("fingerprint"), str):
-        raise ValueError(
-            "metadata must hold 'fingerprint', a string made by fingerprint(config); "
-            f"its keys are {sorted(metadata)}"
-        )
-    arrays, kinds = {}, {}
-    for name, leaf in _named_leaves(_by_layer(tree)):
-        arrays[name], kinds[name] = _encode(name, leaf)
-    header = _canonical({"metadata": metadata, "kinds": kinds}).encode()
-    arrays[_METADATA] = np.frombuffer(header, np.uint8)
-    write_atomically(path, lambda file: np.savez(file, **arrays))
-
-
-def restore(
-    path: str | Path,
-    like: Any,
-    *,
-    fingerprint: str,
-    config: Mapping[str, Any] | None = None,
-) -> tuple[Any, dict[str, Any]]:
-    """Reads back what `save` wrote, bit for bit.
-
-    Args:
-      path: the checkpoint.
-      like: pytree with the structure, shapes and dtypes that are expected: arrays,
-        typed keys, `jax.ShapeDtypeStruct`s or Python numbers. numpy leaves come back
-        as numpy, jax leaves as jax arrays with the sharding of `like`.
-      fingerprint: of the present configuration; must equal the saved one.
-      config: the present configuration, used to name the settings that differ.
-
-    Returns:
-      `(tree, metadata)`.
-
-    Raises:
-      ValueError: the file is missing or damaged (names the file), it belongs to
-        another configuration (names the settings that differ, with both values), or
-        a leaf is missing, unexpected or of another shape or dtype (names the leaf).
-    """
-    arrays, kinds, metadata = _read(Path(path))
-    if metadata["fingerprint"] != fingerprint:
-        raise ValueError(_mismatch(path, metadata, fingerprint, config))
-    by_layer = _by_layer(like)
-    leaves = _named_leaves(by_layer)
-    expected = {name for name, _ in leaves}
-    for problem, names in (
-        ("lacks", sorted(expected - arrays.keys())),
-        ("has the unexpected", sorted(arrays.keys() - expected)),
-    ):
-        if names:
+    path = run_dir / folder.CHECKPOINT
+    if not path.exists():
+        if (run_dir / folder.SUMMARY).exists():
             raise ValueError(
-                f"checkpoint {path} {problem} leaf {', '.join(names)}: it was written "
-                "for a state of another structure; start again with another run folder"
+                f"run_dir={run_dir} holds a finished run of another configuration or "
+                "other data, and no checkpoint: replace it with --overwrite, or give "
+                "another --run_dir"
             )
-    values = [
-        _decode(path, name, leaf, arrays[name], kinds[name]) for name, leaf in leaves
+        return None
+    config = identity(experiment.config.to_dict(), experiment.data_sha256)
+    saved = npz_tree.read_metadata(path)
+    if npz_tree.canonical(saved["config"]) != npz_tree.canonical(config):
+        raise ValueError(_mismatch(path, saved["config"], config))
+    states, _ = npz_tree.restore(path, shapes)
+    return Kept(states, saved["round"], Problems(saved["problems"]))
+
+
+def _mismatch(path: Path, saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    saved, present = _flatten(saved), _flatten(json.loads(npz_tree.canonical(config)))
+    pairs = {
+        key: (saved.get(key, "absent"), present.get(key, "absent"))
+        for key in sorted(saved.keys() | present.keys())
+    }
+    differing = [
+        f"{key} is {there!r} there and {here!r} here"
+        for key, (there, here) in pairs.items()
+        if repr(there) != repr(here)
     ]
-    tree = jax.tree.unflatten(jax.tree.structure(by_layer), values)
-    return jax.tree.map(_placed, like, tree, is_leaf=_is_flat), metadata
-
-
-def read_metadata(path: str | Path) -> dict[str, Any]:
-    """The metadata that `save` wrote, without the arrays.
-
-    Raises:
-      ValueError: the file is missing or damaged.
-    """
-    with _naming_errors(Path(path)):
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            return json.loads(archive[_METADATA].tobytes())["metadata"]
-
-
-def _canonical(value: Any) -> str:
-    try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"))
-    except TypeError as error:
-        raise ValueError(
-            f"configuration and metadata must be JSON-like (dict, list, str, number, "
-            f"bool, None): {error}"
-        ) from error
-
-
-def _is_flat(node: Any) -> bool:
-    return isinstance(node, Flat)
-
-
-def _by_layer(tree: Any) -> Any:
-    """Every `Flat`, of arrays or shapes, as a tree of its layers, numpy or shapes."""
-
-    def layers(node):
-        if not _is_flat(node):
-            return node
-        vector, layout = node.vector, node.layout
-        shapes = [(*vector.shape[:-1], *shape) for shape in layout.shapes]
-        if isinstance(vector, jax.ShapeDtypeStruct):
-            parts = [jax.ShapeDtypeStruct(shape, vector.dtype) for shape in shapes]
-        else:
-            cuts = np.cumsum(layout.sizes)[:-1]
-            parts = np.split(np.asarray(vector), cuts, axis=-1)
-            parts = [part.reshape(shape) for shape, part in zip(shapes, parts)]
-        return layout.treedef.unflatten(parts)
-
-    return jax.tree.map(layers, tree, is_leaf=_is_flat)
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [("state" + jax.tree_util.keystr(keys), leaf) for keys, leaf in leaves]
-
-
-def _is_key(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _encode(name: str, leaf: Any) -> tuple[np.ndarray, str]:
-    """The array that goes into the file, and the dtype or key type it stands for."""
-    if _is_key(leaf):
-        return np.asarray(jax.random.key_data(leaf)), f"key:{jax.random.key_impl(leaf)}"
-    array = np.asarray(leaf)
-    if array.dtype.kind in "biufc":
-        return array, array.dtype.name
-    if jnp.issubdtype(array.dtype, jnp.number):
-        # npz cannot express bfloat16 and the like: their bits go in as integers.
-        return array.view(f"uint{8 * array.dtype.itemsize}"), array.dtype.name
-    raise ValueError(
-        f"leaf {name} has dtype {array.dtype}: only numbers and typed PRNG keys can "
-        "be saved; keep other things in the metadata"
-    )
-
-
-def _decode(
-    path: str | Path, name: str, like: Any, array: np.ndarray, kind: str
-) -> Any:
-    if kind.startswith("key:"):
-        value = jax.random.wrap_key_data(jnp.array(array), impl=kind[4:])
-    else:
-        value = array.view(jnp.dtype(kind))
-    wanted = like if hasattr(like, "dtype") else np.asarray(like)
-    if value.shape != wanted.shape or value.dtype != wanted.dtype:
-        raise ValueError(
-            f"checkpoint {path}: leaf {name} is {value.dtype}{list(value.shape)}, "
-            f"expected {wanted.dtype}{list(wanted.shape)}: it was written for another "
-            "model or number of clients; start again with another run folder"
-        )
-    return value
-
-
-def _placed(like: Any, value: Any) -> Any:
-    """What was read, as the leaf, or `Flat`, of `like` that it stands for."""
-    if _is_flat(like):
-        lead = like.vector.shape[:-1]
-        parts = [part.reshape(*lead, -1) for part in jax.tree.leaves(value)]
-        vector = np.concatenate(parts, -1) if parts else np.zeros(like.vector.shape)
-        vector = _placed(like.vector, vector.astype(like.vector.dtype))
-        return Flat(vector, like.layout)
-    if isinstance(like, (bool, int, float, complex)):
-        return type(like)(value.item())
-    if isinstance(like, (np.ndarray, np.generic)):
-        return value if isinstance(like, np.ndarray) else value[()]
-    # A copy: jax may otherwise borrow numpy's memory, which donation cannot reuse.
-    value = value if _is_key(value) else jnp.array(value)
-    # An uncommitted array must stay free to follow others to their devices.
-    committed = getattr(like, "committed", True)
-    sharding = getattr(like, "sharding", None) if committed else None
-    return value if sharding is None else put(value, sharding)
-
-
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, Any]]:
-    with _naming_errors(path):
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = dict(archive)
-        header = json.loads(arrays.pop(_METADATA).tobytes())
-        return arrays, header["kinds"], header["metadata"]
-
-
-@contextlib.contextmanager
-def _naming_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except _READ_ERRORS as error:
-        raise ValueError(
-            f"cannot read checkpoint {path} ({type(error).__name__}: {error}): it is "
-            "missing, damaged or not a fedvi checkpoint; delete it and start again"
-        ) from error
-
-
-def _mismatch(
-    path: str | Path,
-    metadata: Mapping[str, Any],
-    fingerprint: str,
-    config: Mapping[str, Any] | None,
-) -> str:
-    found = metadata["fingerprint"]
-    difference = f"its fingerprint is {found[:12]}, not {fingerprint[:12]}"
-    if config is not None and "config" in metadata:
-        saved = _flatten(metadata["config"])
-        present = _flatten(json.loads(_canonical(config)))
-        pairs = {
-            key: (saved.get(key, "absent"), present.get(key, "absent"))
-            for key in sorted(saved.keys() | present.keys())
-        }
-        differing = [
-            f"{key} is {there!r} there and {here!r} here"
-            for key, (there, here) in pairs.items()
-            if there != here
-        ]
-        difference = "; ".join(differing) or difference
     return (
-        f"checkpoint {path} belongs to another configuration: {difference}. Resume "
-        "with the saved configuration and data, or start a new run: another run "
-        "folder, or overwrite this one"
+        f"checkpoint {path} belongs to another configuration: {'; '.join(differing)}. "
+        "Resume with the saved configuration and data, or start a new run: another "
+        "run folder, or overwrite this one"
     )
 
 

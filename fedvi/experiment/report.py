@@ -11,8 +11,9 @@ import numpy as np
 
 from fedvi import __version__
 from fedvi.experiment import folder, plots
+from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.experiment.rows import MODELS, RoundBytes
+from fedvi.experiment.rows import MODELS
 from fedvi.experiment.setup import Experiment
 
 __all__ = [
@@ -158,7 +159,7 @@ def summary(
     Args:
       experiment: what was run.
       rows: of `metrics.csv`, all of them.
-      problems: of `fedvi.experiment.rows.Problems`.
+      problems: of `fedvi.experiment.problems.Problems`.
       finite: per seed, whether the server's state is.
       clusters: `[seeds, clients]`, after the last round, of a clustered method.
       ending: figures of what is measured once, after the last round.

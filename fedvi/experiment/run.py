@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,12 +28,14 @@ from fedvi.experiment import (
     rows,
     setup,
 )
+from fedvi.experiment.checkpoint import Kept
+from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.folder import CsvFile
 from fedvi.experiment.loading import LoadedData, load_data
+from fedvi.experiment.problems import Problems
 from fedvi.experiment.setup import Experiment, identity
-from fedvi.federation import BaseFederation, State
-from fedvi.placement import on_host
+from fedvi.federation import BaseFederation
 
 __all__ = ["run", "run_all"]
 
@@ -203,7 +205,9 @@ def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     shapes = federation.shapes(config.seeds)
     restored = None
     if resuming:
-        restored = processes.everywhere(lambda: _restore(experiment, run_dir, shapes))
+        restored = processes.everywhere(
+            lambda: checkpoint.restore_run(experiment, run_dir, shapes)
+        )
         processes.agree(
             {f"the round of {run_dir}'s checkpoint": restored and restored.round}
         )
@@ -230,37 +234,6 @@ def _finished(experiment: Experiment, run_dir: Path) -> dict | None:
     return found if there == here else None
 
 
-class Restored(NamedTuple):
-    """What a checkpoint held: the states of all seeds, and the run's own notes."""
-
-    states: State
-    round: int
-    problems: rows.Problems
-
-
-def _restore(experiment: Experiment, run_dir: Path, shapes: State) -> Restored | None:
-    """Reads the checkpoint of a run folder; None if the run was stopped before one.
-
-    Raises:
-      ValueError: the folder's run belongs to another configuration or other data, or
-        its checkpoint is damaged.
-    """
-    path = run_dir / folder.CHECKPOINT
-    if not path.exists():
-        if (run_dir / folder.SUMMARY).exists():
-            raise ValueError(
-                f"run_dir={run_dir} holds a finished run of another configuration or "
-                "other data, and no checkpoint: replace it with --overwrite, or give "
-                "another --run_dir"
-            )
-        return None
-    config = identity(experiment.config.to_dict(), experiment.data_sha256)
-    states, saved = checkpoint.restore(
-        path, shapes, fingerprint=checkpoint.fingerprint(config), config=config
-    )
-    return Restored(states, saved["round"], rows.Problems(saved["problems"]))
-
-
 # The run itself.
 
 
@@ -279,13 +252,13 @@ class Session:
         experiment: Experiment,
         options: RunOptions,
         federation: BaseFederation,
-        restored: Restored | None = None,
+        restored: Kept | None = None,
     ):
         self.experiment, self.config = experiment, experiment.config
         self.options, self.federation = options, federation
         self.run_dir = Path(options.run_dir)
         self.seeds = range(self.config.seed, self.config.seed + self.config.seeds)
-        self.per_round = rows.bytes_per_round(experiment, federation.messages)
+        self.per_round = bytes_per_round(experiment, federation.messages)
         self.scores: dict[str, Scores] = {}
         self.finite = np.ones(len(self.seeds), bool)
         self.clusters: np.ndarray | None = None
@@ -293,7 +266,7 @@ class Session:
         processes.on_first(lambda: self._open(done))
         if restored is None:
             keys = jax.vmap(jax.random.key)(np.array(self.seeds, np.uint32))
-            restored = Restored(federation.init(keys), 0, rows.Problems())
+            restored = Kept(federation.init(keys), 0, Problems())
         else:
             print(f"resumed after round {restored.round} of {self.config.rounds}")
         self.states, self.round, self.problems = restored
@@ -387,20 +360,12 @@ class Session:
             self.scores["personal"] = jax.device_get(scores)
 
     def _save(self) -> None:
-        config = identity(self.config.to_dict(), self.experiment.data_sha256)
-        metadata = {
-            "fingerprint": checkpoint.fingerprint(config),
-            "config": config,
-            "round": self.round,
-            "problems": self.problems.to_dict(),
-        }
-        states = jax.tree.map(on_host, self.states)  # by all: parts lie with each
-
-        def save():
-            if processes.is_first():
-                checkpoint.save(self.run_dir / folder.CHECKPOINT, states, metadata)
-
-        self.federation.commit(self.states, save)
+        checkpoint.save_run(
+            self.experiment,
+            self.run_dir,
+            self.federation,
+            Kept(self.states, self.round, self.problems),
+        )
 
     def _status(self, evaluation: Sequence[dict]) -> str:
         """One line on the last evaluation, means over the seeds."""

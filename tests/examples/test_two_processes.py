@@ -14,7 +14,7 @@ import pytest
 from absl import flags as absl_flags
 
 from fedvi import experiment
-from fedvi.experiment import checkpoint, command_line
+from fedvi.experiment import command_line, npz_tree
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 30
@@ -184,7 +184,7 @@ def test_a_lost_process_ends_the_other_and_the_run_goes_on(
     code, _, errors = finish(first)
     assert time.monotonic() - killed < 30
     assert code == 3, errors
-    saved = checkpoint.read_metadata(run_dir / "checkpoint.npz")["round"]
+    saved = npz_tree.read_metadata(run_dir / "checkpoint.npz")["round"]
     assert 1 <= saved < ROUNDS
     assert errors == (
         f"error: process 1 of 2 was lost; {run_dir}/checkpoint.npz holds round {saved} "

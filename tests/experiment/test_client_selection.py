@@ -11,7 +11,7 @@ import pytest
 from fedvi import experiment
 from fedvi.algorithm import Importance
 from fedvi.algorithms import fedavg
-from fedvi.experiment import checkpoint, devices, folder, load_data
+from fedvi.experiment import devices, folder, load_data, npz_tree
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.folder import CsvFile
 from fedvi.flat import trees
@@ -146,14 +146,14 @@ def test_a_stopped_run_continues_with_the_same_choices(
     straight, loaded, tmp_path, monkeypatch, capsys
 ):
     """It stops after the rows of rounds 3 and 4 and before their checkpoint."""
-    save, saved = checkpoint.save, []
+    save, saved = npz_tree.save, []
 
     def stop_at_the_second(*arguments):
         if saved:
             raise KeyboardInterrupt
         saved.append(save(*arguments))
 
-    monkeypatch.setattr(checkpoint, "save", stop_at_the_second)
+    monkeypatch.setattr(npz_tree, "save", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, loaded)
     monkeypatch.undo()

@@ -6,8 +6,8 @@ import pytest
 
 from fedvi import contract
 from fedvi.experiment import setup
+from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.rows import bytes_per_round
 
 MODEL = 4 * ((64 * 5 + 5) + (5 * 10 + 10))  # bytes of the MLP below
 BODY = 4 * (64 * 5 + 5)

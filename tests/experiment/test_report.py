@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.report import (
     _mean_bytes_up,
@@ -12,7 +13,6 @@ from fedvi.experiment.report import (
     table_rows,
     table_title,
 )
-from fedvi.experiment.rows import RoundBytes
 
 
 def row(round, accuracy, personal=None, **more):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedvi import algorithms, data, experiment
-from fedvi.experiment import checkpoint, folder, load_data, setup
+from fedvi.experiment import folder, load_data, npz_tree, setup
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 
 CONFIG = ExperimentConfig(
@@ -161,13 +161,13 @@ def test_a_finished_run_is_not_touched(run_dir, capsys):
 
 
 def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, capsys):
-    save = checkpoint.save
+    save = npz_tree.save
 
     def save_and_stop(*arguments):
         save(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save", save_and_stop)
+    monkeypatch.setattr(npz_tree, "save", save_and_stop)
     with pytest.raises(KeyboardInterrupt):
         experiment.run(CONFIG, options(tmp_path))
     assert not (tmp_path / folder.SUMMARY).exists()

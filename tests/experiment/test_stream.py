@@ -10,7 +10,7 @@ from fedvi import experiment
 from fedvi.algorithm import Importance
 from fedvi.algorithms import local_only
 from fedvi.client_store import ClientStore
-from fedvi.experiment import ExperimentConfig, RunOptions, checkpoint, folder, setup
+from fedvi.experiment import ExperimentConfig, RunOptions, folder, npz_tree, setup
 from fedvi.experiment.folder import CsvFile
 
 CONFIG = ExperimentConfig(
@@ -70,7 +70,7 @@ def test_it_gives_the_figures_of_a_run_in_memory(straight, tmp_path):
 @pytest.mark.parametrize("moment", ["after a checkpoint", "before its rename"])
 def test_a_stopped_run_continues_bit_for_bit(straight, tmp_path, monkeypatch, moment):
     """In the second case clients' states are committed, and the checkpoint is not."""
-    save, saved = checkpoint.save, []
+    save, saved = npz_tree.save, []
 
     def save_or_stop(*arguments):
         if saved and moment == "before its rename":
@@ -79,7 +79,7 @@ def test_a_stopped_run_continues_bit_for_bit(straight, tmp_path, monkeypatch, mo
         if moment == "after a checkpoint":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save", save_or_stop)
+    monkeypatch.setattr(npz_tree, "save", save_or_stop)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, stream=True)
     monkeypatch.undo()
@@ -99,7 +99,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_anew(tmp_path, monkeyp
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save", stop)
+    monkeypatch.setattr(npz_tree, "save", stop)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, stream=True)
     monkeypatch.undo()
