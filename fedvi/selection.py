@@ -1,4 +1,9 @@
-"""Which clients take part in a round."""
+"""Which clients take part in a round.
+
+A plain rule is a function here and a line in `RULES`. A measure of importance is no
+rule: it belongs to an algorithm, in `Algorithm.importance`, and `proportional` goes by
+any of them.
+"""
 
 import numbers
 from collections.abc import Callable, Sequence
@@ -10,7 +15,15 @@ import numpy as np
 
 from fedvi import checks
 
-__all__ = ["Choice", "Selection", "full", "proportional", "round_robin", "uniform"]
+__all__ = [
+    "RULES",
+    "Choice",
+    "Selection",
+    "full",
+    "proportional",
+    "round_robin",
+    "uniform",
+]
 
 Candidates = Sequence[int] | np.ndarray | None
 
@@ -140,6 +153,12 @@ def round_robin(clients: int, participants: int, order: Candidates = None) -> Se
         return jnp.asarray(turns)[places % len(turns)], ()
 
     return Selection(clients, participants, select, candidates=ids)
+
+
+RULES: dict[str, Callable[[int, int, Candidates], Selection]] = {
+    rule.__name__: rule for rule in (uniform, round_robin)
+}
+"""`(clients, participants, candidates in the order of their turns) -> Selection`."""
 
 
 def proportional(

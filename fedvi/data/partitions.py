@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from fedvi.checks import at_least, one_of
-from fedvi.data.class_majority import class_majority
 from fedvi.data.dealing import Partition
 from fedvi.data.label_skew import (
+    class_majority,
     class_shards,
     class_subsets,
     dirichlet,
@@ -26,6 +26,7 @@ __all__ = [
     "dirichlet",
     "iid",
     "label_sorted_shards",
+    "options_of",
     "partition",
 ]
 
@@ -106,6 +107,15 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
 }
 
 
+def options_of(name: str) -> dict[str, bool]:
+    """The options of a registered partition, and whether each must be given."""
+    return {
+        key: parameter.default is parameter.empty
+        for key, parameter in inspect.signature(PARTITIONS[name]).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and key not in ("clients", "seed")
+    }
+
+
 def partition(
     name: str, dataset: Dataset, *, clients: int | None, seed: int, **options
 ) -> Partition:
@@ -123,12 +133,7 @@ def partition(
         group ids, or what the function itself raises.
     """
     one_of("partition", name, PARTITIONS)
-    function = PARTITIONS[name]
-    accepted = {
-        key: parameter.default is parameter.empty
-        for key, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and key not in ("clients", "seed")
-    }
+    function, accepted = PARTITIONS[name], options_of(name)
     unknown = sorted(options.keys() - accepted.keys())
     missing = [key for key, needed in accepted.items() if needed and key not in options]
     if unknown or missing:

@@ -9,29 +9,18 @@ import optax
 
 from fedvi.codecs import CODECS
 from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
+from fedvi.data.partitions import options_of
 from fedvi.nn import MODELS
 from fedvi.options import check, option
+from fedvi.selection import RULES
 
 __all__ = [
-    "PARTITION_OPTIONS",
     "ExperimentConfig",
     "HostOptions",
     "RunOptions",
     "check_novel",
     "participants",
 ]
-
-PARTITION_OPTIONS = (
-    "shards",
-    "alpha",
-    "min_size",
-    "classes_per_client",
-    "train_per_class",
-    "test_per_class",
-    "pool",
-    "retries",
-    "majority",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +160,7 @@ class ExperimentConfig:
     )
     selection: str = option(
         "uniform",
-        "Who takes part: uniform, round_robin, or in proportion to a measure of "
+        f"Who takes part: {', '.join(RULES)}, or in proportion to a measure of "
         "importance that the algorithm has (dsvgd: ksd, hip). Methods that take all "
         "clients ignore it (flag: for names of --algorithm without one).",
     )
@@ -281,8 +270,9 @@ class ExperimentConfig:
         return "validation" if self.validation_fraction else "test"
 
     def partition_options(self) -> dict[str, Any]:
-        """Those options of the partition that are given."""
-        given = {key: getattr(self, key) for key in PARTITION_OPTIONS}
+        """Those options of the partition that are given; other partitions' are not
+        looked at."""
+        given = {key: getattr(self, key) for key in options_of(self.partition)}
         return {key: value for key, value in given.items() if value is not None}
 
     def learning_rate_schedule(self) -> Callable:

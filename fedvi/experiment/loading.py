@@ -1,7 +1,6 @@
 """From a configuration to every client's data."""
 
 import dataclasses
-import inspect
 from typing import NamedTuple
 
 import jax
@@ -75,14 +74,12 @@ def _dataset(
 
 
 def _federated(config: ExperimentConfig, dataset: data.Dataset) -> FederatedData:
-    taken = inspect.signature(data.PARTITIONS[config.partition]).parameters
-    given = config.partition_options()
     partition = data.partition(
         config.partition,
         dataset,
         clients=config.clients or None,
         seed=config.partition_seed,
-        **{option: value for option, value in given.items() if option in taken},
+        **config.partition_options(),
     )
     return data.federate(dataset, partition)
 

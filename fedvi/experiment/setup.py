@@ -229,9 +229,6 @@ def _sha256(tree: Any) -> str:
     return digest.hexdigest()
 
 
-_PLAIN = ("uniform", "round_robin")
-
-
 def _cohort_size(config: ExperimentConfig, algorithm: Algorithm, clients: int) -> int:
     """Clients in a round: what the algorithm says, else ⌊N·f⌋."""
     if algorithm.cohort is None:
@@ -268,16 +265,14 @@ def _selection(
     if algorithm.cohort == "all":
         return selection.full(clients, trained)
     size = _cohort_size(config, algorithm, clients)
-    known = (*_PLAIN, *algorithm.importance)
+    known = (*selection.RULES, *algorithm.importance)
     if config.selection not in known:
         raise ValueError(
             f"selection={config.selection!r} must be one of {', '.join(known)} for "
             f"{algorithm.name}"
         )
-    if config.selection == "uniform":
-        return selection.uniform(clients, size, trained)
-    if config.selection == "round_robin":
-        return selection.round_robin(clients, size, _turns(config, train, trained))
+    if rule := selection.RULES.get(config.selection):
+        return rule(clients, size, _turns(config, train, trained))
     return selection.proportional(
         clients,
         size,
