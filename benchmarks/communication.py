@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from absl import app
 
-from fedvi import LocalTraining, Task, algorithms, codecs, contract, nn
+from fedvi import LocalTraining, Task, algorithms, codecs, contract_checks, nn
 from fedvi.data import ClientData
 from fedvi.nn import parameter_count
 
@@ -33,7 +33,7 @@ def row(label: str, name: str, options: dict) -> str:
         jax.ShapeDtypeStruct((100, EXAMPLES), np.int32),
         jax.ShapeDtypeStruct((100,), np.int32),
     )
-    sent = contract.check(
+    sent = contract_checks.check(
         algorithms.build(name, task, **options), clients, clients, 100
     )
     withheld = 0

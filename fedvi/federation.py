@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedvi import checks, contract, visit
+from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.cohort import MODEL_AXIS, map_reduce
@@ -90,7 +90,7 @@ class BaseFederation:
     Attributes:
       clients: number of clients.
       population: N, those with data that the selection may pick.
-      messages: what is sent, `fedvi.contract.Messages`.
+      messages: what is sent, `fedvi.contract_checks.Messages`.
       compile_seconds: spent on tracing and compiling so far.
     """
 
@@ -125,9 +125,11 @@ class BaseFederation:
                 "train holds no example: every client is empty, or every one that "
                 "selection may pick"
             )
-        self.messages = contract.check(algorithm, train, test, self.population, codec)
-        contract.check_selection(algorithm, self.selection)
-        contract.check_population(algorithm, self.population, int(sizes.sum()))
+        self.messages = contract_checks.check(
+            algorithm, train, test, self.population, codec
+        )
+        contract_checks.check_selection(algorithm, self.selection)
+        contract_checks.check_population(algorithm, self.population, int(sizes.sum()))
         self.algorithm, self.codec = algorithm, codec
         self.chunk_size, self.mesh = chunk_size, mesh
         self.eval_batch_size = eval_batch_size
@@ -371,8 +373,8 @@ class Federation(BaseFederation):
       ValueError: a selection for another number of clients, of a cohort that the
         algorithm does not take or by a measure that it does not have; train and test
         of different numbers of clients, no training example at all, a size below 1,
-        an algorithm that breaks the contract (`fedvi.contract`) or was built for other
-        numbers of clients or examples.
+        an algorithm that breaks the contract (`fedvi.contract_checks`) or was built
+        for other numbers of clients or examples.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedvi import priors
+from fedvi.distributions import priors
 from fedvi.distributions.tree import Tree
 from fedvi.flat import Flat, Layout, flatten, trees
 from fedvi.nn import Model

@@ -24,7 +24,7 @@ __all__ = [
     "Family",
     "Sampling",
     "bernoulli_gaussian",
-    "normal",
+    "mean_field_normal",
     "posterior_estimate",
 ]
 
@@ -57,7 +57,7 @@ class Family(NamedTuple):
     distribution: Callable[[Any], distrax.Distribution]
 
 
-def normal(rho: float, link: mean_field.Link = "softplus") -> Family:
+def mean_field_normal(rho: float, link: mean_field.Link = "softplus") -> Family:
     """Mean-field normal, all scales starting at link(rho).
 
     Args:

@@ -12,10 +12,18 @@ from fedvi.distributions import mean_field
 from fedvi.flat import trees
 from fedvi.local import Batch
 from fedvi.nn import build, parameter_count
-from fedvi.variational import BayesianNetwork, Sampling, bernoulli_gaussian, normal
+from fedvi.variational import (
+    BayesianNetwork,
+    Sampling,
+    bernoulli_gaussian,
+    mean_field_normal,
+)
 
 KEY = jax.random.key(4)
-FAMILIES = {"normal": normal(-1.0), "gates": bernoulli_gaussian(-1.0, 0.7, 0.5)}
+FAMILIES = {
+    "normal": mean_field_normal(-1.0),
+    "gates": bernoulli_gaussian(-1.0, 0.7, 0.5),
+}
 
 
 def network(model, family="normal", sampling="weight", **options):
@@ -188,7 +196,7 @@ def test_the_posterior_closest_to_one_is_itself(task, family):
 
 
 def test_fedabmls_link_is_kept_by_the_moments():
-    family = normal(-2.0, "exp")
+    family = mean_field_normal(-2.0, "exp")
     near = family.init({"w": jnp.zeros(3)})
     assert near.link == "exp"
     same = jax.jit(lambda: family.from_moments(family.moments(near, near), near))()

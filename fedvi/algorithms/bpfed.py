@@ -18,7 +18,7 @@ from fedvi.distributions.mean_field import MeanField
 from fedvi.flat import trees
 from fedvi.nn import Model, regroup, weight_paths
 from fedvi.options import option
-from fedvi.variational import BayesianNetwork, normal
+from fedvi.variational import BayesianNetwork, mean_field_normal
 
 __all__ = ["BPFed", "bpfed", "half", "join", "split"]
 
@@ -87,7 +87,7 @@ def bpfed(task: Task, options: BPFed) -> Algorithm:
         memory.
     """
     model = split(task.model, options.personal_part)
-    family = normal(options.rho)
+    family = mean_field_normal(options.rho)
     family = family._replace(distribution=lambda q: _distribution(task.model, q))
     halves = Halves(lambda q: half(q, "shared"), lambda q: half(q, "personal"), join)
 

@@ -15,7 +15,7 @@ from fedvi.algorithms.pfedbayes import PFedBayes, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.local import LocalTraining, fold_minibatches
 from fedvi.options import option
-from fedvi.variational import BayesianNetwork, normal
+from fedvi.variational import BayesianNetwork, mean_field_normal
 
 __all__ = ["CFedBayes", "cfedbayes", "data_loss"]
 
@@ -57,7 +57,7 @@ def cfedbayes(task: Task, options: CFedBayes) -> Algorithm:
             f"clusters={clusters} are more than the {task.clients} clients with data: "
             "use fewer"
         )
-    network = BayesianNetwork(task.model, normal(options.rho), options)
+    network = BayesianNetwork(task.model, mean_field_normal(options.rho), options)
     one = pfedbayes_of("cfedbayes", task, network)
 
     def init(key):

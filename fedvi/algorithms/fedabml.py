@@ -26,7 +26,7 @@ from fedvi.algorithms.registry import builder
 from fedvi.flat import flatten, trees
 from fedvi.local import minimise
 from fedvi.options import option
-from fedvi.variational import BayesianNetwork, normal, posterior_estimate
+from fedvi.variational import BayesianNetwork, mean_field_normal, posterior_estimate
 
 __all__ = ["FedABML", "Server", "fedabml", "loss_after_adaptation"]
 
@@ -113,7 +113,7 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
             f"batch_size={task.training.batch_size} with theta_update='meta' leaves no "
             "example to ask about: use at least 2"
         )
-    family = normal(options.nu, "exp")
+    family = mean_field_normal(options.nu, "exp")
     network = BayesianNetwork(task.model, family, options)
 
     def infer(key, round, data, training, theta, steps):

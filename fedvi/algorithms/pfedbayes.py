@@ -27,7 +27,7 @@ from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
 from fedvi.flat import flatten, trees
 from fedvi.options import option
-from fedvi.variational import BayesianNetwork, normal, posterior_estimate
+from fedvi.variational import BayesianNetwork, mean_field_normal, posterior_estimate
 
 __all__ = ["Client", "Halves", "PFedBayes", "Server", "pfedbayes", "pfedbayes_of"]
 
@@ -126,7 +126,7 @@ def pfedbayes(task: Task, options: PFedBayes) -> Algorithm:
     Raises:
       ValueError: an option outside its range, or more draws than fit in memory.
     """
-    network = BayesianNetwork(task.model, normal(options.rho), options)
+    network = BayesianNetwork(task.model, mean_field_normal(options.rho), options)
     return pfedbayes_of("pfedbayes", task, network)
 
 

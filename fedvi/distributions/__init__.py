@@ -1,7 +1,8 @@
 """Variational families over parameter pytrees.
 
-Each module is one family. What is carried between functions is a family's parameters,
-pytrees of arrays; a distribution object, distrax's, is made of them where one is asked.
+Each module is one family, but for `priors`. What is carried between functions is a
+family's parameters, pytrees of arrays; a distribution object, distrax's, is made of
+them where one is asked.
 """
 
 from fedvi.distributions import (
@@ -9,6 +10,7 @@ from fedvi.distributions import (
     mean_field,
     mixture,
     normal_inverse_wishart,
+    priors,
     spike_and_slab,
     student_t,
 )
@@ -18,6 +20,7 @@ __all__ = [
     "mean_field",
     "mixture",
     "normal_inverse_wishart",
+    "priors",
     "spike_and_slab",
     "student_t",
 ]

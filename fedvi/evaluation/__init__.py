@@ -1,10 +1,14 @@
 """Evaluation: accuracy, calibration and uncertainty of predictions over clients."""
 
-from fedvi.evaluation.batches import fold_batches, score_in_batches
+from fedvi.evaluation.batches import (
+    fold_batches,
+    score_in_batches,
+    uncertainty_in_batches,
+)
 from fedvi.evaluation.clustering import adjusted_rand_index
 from fedvi.evaluation.metrics import Scores, reliability, score, summarise
-from fedvi.evaluation.predictive import predictive_log_probs, predictive_uncertainty
-from fedvi.evaluation.uncertainty import Uncertainty, auroc, uncertainty_in_batches
+from fedvi.evaluation.predictive import predictive_log_probs
+from fedvi.evaluation.uncertainty import Uncertainty, auroc, predictive_uncertainty
 
 __all__ = [
     "Scores",

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from fedvi.evaluation.metrics import Scores, score
+from fedvi.evaluation.uncertainty import Uncertainty, predictive_uncertainty
 
-__all__ = ["fold_batches", "score_in_batches"]
+__all__ = ["fold_batches", "score_in_batches", "uncertainty_in_batches"]
 
 
 def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
@@ -73,3 +74,27 @@ def fold_batches(step: Callable, data, batch_size: int, carry: Any) -> Any:
         return step(carry, start, x, y, mask)
 
     return jax.lax.fori_loop(0, batches, one, carry)
+
+
+def uncertainty_in_batches(predict: Callable, data, batch_size: int) -> Uncertainty:
+    """Uncertainty of every example of a client, in the batches of `fold_batches`.
+
+    Args:
+      predict: `(x [batch, ...], mask [batch]) -> log-probabilities
+        [samples, batch, classes]`.
+      data: one client's `ClientData`; its labels are not used.
+      batch_size: most examples in one batch.
+    """
+    capacity = data.x.shape[0]
+
+    def write(carry, start, x, y, mask):
+        # Slots of another batch are written out of range, which drops them.
+        slots = jnp.where(mask, start + jnp.arange(x.shape[0]), capacity)
+        return tuple(
+            whole.at[slots].set(part, mode="drop")
+            for whole, part in zip(carry, predictive_uncertainty(predict(x, mask)))
+        )
+
+    start = (jnp.zeros(capacity), jnp.zeros(capacity))
+    filled = fold_batches(write, data, batch_size, start)
+    return Uncertainty(*filled, jnp.arange(capacity) < data.size)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedvi.evaluation.predictive import predictive_log_probs, predictive_uncertainty
+from fedvi.evaluation.predictive import predictive_log_probs
+from fedvi.evaluation.uncertainty import predictive_uncertainty
 
 __all__ = ["Scores", "reliability", "score", "summarise"]
 

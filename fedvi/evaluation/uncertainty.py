@@ -1,16 +1,14 @@
 """Uncertainty of single predictions, and how well it tells two data sets apart."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedvi.evaluation.batches import fold_batches
-from fedvi.evaluation.predictive import predictive_uncertainty
+from fedvi.evaluation.predictive import predictive_log_probs
 
-__all__ = ["Uncertainty", "auroc", "uncertainty_in_batches"]
+__all__ = ["Uncertainty", "auroc", "predictive_uncertainty"]
 
 
 class Uncertainty(NamedTuple):
@@ -21,28 +19,22 @@ class Uncertainty(NamedTuple):
     mask: Array  # [capacity] bool, real examples
 
 
-def uncertainty_in_batches(predict: Callable, data, batch_size: int) -> Uncertainty:
-    """Uncertainty of every example of a client, in the batches of `fold_batches`.
+def predictive_uncertainty(log_probs: Array) -> tuple[Array, Array]:
+    """Entropy of the averaged prediction, and its part that the weights cause.
+
+    With p = (1/S) Σ_s p_s the entropy H(p) is the total uncertainty; the mutual
+    information of label and weights, I = H(p) - (1/S) Σ_s H(p_s), is what the samples
+    disagree about. I is 0 for one sample, and at most log S.
 
     Args:
-      predict: `(x [batch, ...], mask [batch]) -> log-probabilities
-        [samples, batch, classes]`.
-      data: one client's `ClientData`; its labels are not used.
-      batch_size: most examples in one batch.
+      log_probs: `[samples, ..., classes]`, normalised log-probabilities per sample.
+
+    Returns:
+      `(entropy [...], mutual_information [...])` in nats, neither below 0.
     """
-    capacity = data.x.shape[0]
-
-    def write(carry, start, x, y, mask):
-        # Slots of another batch are written out of range, which drops them.
-        slots = jnp.where(mask, start + jnp.arange(x.shape[0]), capacity)
-        return tuple(
-            whole.at[slots].set(part, mode="drop")
-            for whole, part in zip(carry, predictive_uncertainty(predict(x, mask)))
-        )
-
-    start = (jnp.zeros(capacity), jnp.zeros(capacity))
-    filled = fold_batches(write, data, batch_size, start)
-    return Uncertainty(*filled, jnp.arange(capacity) < data.size)
+    total = _entropy(predictive_log_probs(log_probs))
+    expected = jnp.mean(_entropy(log_probs), axis=0)
+    return total, jnp.maximum(total - expected, 0.0)
 
 
 def auroc(in_values: np.ndarray, out_values: np.ndarray) -> float:
@@ -73,3 +65,10 @@ def auroc(in_values: np.ndarray, out_values: np.ndarray) -> float:
     below = np.searchsorted(first, second, side="left")
     not_above = np.searchsorted(first, second, side="right")
     return float((below + not_above).mean() / (2 * first.size))
+
+
+def _entropy(log_p: Array) -> Array:
+    """-Σ_c p_c log p_c with 0 log 0 = 0; `[..., classes]` -> `[...]`."""
+    terms = jnp.where(log_p == -jnp.inf, 0.0, -jnp.exp(log_p) * log_p)
+    # A certain average's probability can exceed 1 by a rounding error.
+    return jnp.maximum(jnp.sum(terms, axis=-1), 0.0)

@@ -7,7 +7,7 @@ import numpy as np
 
 from fedvi import codecs
 from fedvi.codecs import tree_bytes
-from fedvi.contract import Messages
+from fedvi.contract_checks import Messages
 from fedvi.experiment.setup import Experiment
 
 __all__ = ["RoundBytes", "bytes_per_round"]

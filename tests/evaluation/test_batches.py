@@ -2,9 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import entropy
 
 from fedvi.data import ClientData
-from fedvi.evaluation import score_in_batches
+from fedvi.evaluation import score_in_batches, uncertainty_in_batches
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(10, 3)).astype(np.float32), RNG.integers(0, 3, 10)
@@ -39,3 +40,35 @@ def test_batches_are_even_whatever_the_other_clients_hold(capacity):
     scores = jax.jit(lambda data: score_in_batches(fewest_and_most, data, 50))(data)
     assert scores.count == 101
     assert -scores.nll == 34 * 34 + 34 * 34 + 33 * 33
+
+
+WEIGHTS = RNG.normal(size=(4, 3, 3)).astype(np.float32)
+
+
+def predict_draws(x, mask):
+    """Four draws of a linear model; rows that are not the batch's own are NaN."""
+    logits = jnp.einsum("sij,bi->sbj", WEIGHTS, x)
+    return jnp.where(mask[None, :, None], jax.nn.log_softmax(logits), jnp.nan)
+
+
+@pytest.mark.parametrize("batch_size", [128, 4, 1])
+def test_every_example_has_its_own_figures(batch_size):
+    @jax.jit
+    def run(data):
+        found = uncertainty_in_batches(predict_draws, data, batch_size)
+        return found, score_in_batches(predict_draws, data, batch_size)
+
+    for size in (10, 7, 0):
+        found, scores = run(ClientData(X, np.zeros(10, np.int32), np.int32(size)))
+        np.testing.assert_array_equal(found.mask, np.arange(10) < size)
+        logits = np.einsum("sij,bi->sbj", WEIGHTS, X[:size]).astype(np.float64)
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        total = entropy(p.mean(0), axis=-1)
+        information = total - entropy(p, axis=-1).mean(0)
+        for values, expected in ((found[0], total), (found[1], information)):
+            np.testing.assert_allclose(values[:size], expected, rtol=1e-4, atol=1e-6)
+            assert not np.any(values[size:])
+        np.testing.assert_allclose(scores.entropy, total.sum(), rtol=1e-5)
+        np.testing.assert_allclose(
+            scores.mutual_information, information.sum(), rtol=1e-4
+        )

@@ -1,45 +1,50 @@
+"""Uncertainty of predictions against SciPy in float64, and the ROC curve's area."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 from scipy.stats import entropy
 from sklearn.metrics import roc_auc_score
 
-from fedvi.data import ClientData
-from fedvi.evaluation import auroc, score_in_batches, uncertainty_in_batches
+from fedvi import evaluation
+from fedvi.evaluation import auroc
 
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(10, 3)).astype(np.float32)
-WEIGHTS = RNG.normal(size=(4, 3, 3)).astype(np.float32)
+predictive_uncertainty = jax.jit(evaluation.predictive_uncertainty)
 
 
-def predict(x, mask):
-    """Four draws of a linear model; rows that are not the batch's own are NaN."""
-    logits = jnp.einsum("sij,bi->sbj", WEIGHTS, x)
-    return jnp.where(mask[None, :, None], jax.nn.log_softmax(logits), jnp.nan)
+def draws(samples=3, batch=64, classes=4, spread=2.0):
+    logits = spread * np.random.default_rng(2).normal(size=(samples, batch, classes))
+    return log_softmax(logits, axis=-1)
 
 
-@pytest.mark.parametrize("batch_size", [128, 4, 1])
-def test_every_example_has_its_own_figures(batch_size):
-    @jax.jit
-    def run(data):
-        found = uncertainty_in_batches(predict, data, batch_size)
-        return found, score_in_batches(predict, data, batch_size)
+def test_entropy_and_mutual_information_equal_scipy():
+    log_probs = draws()
+    found = predictive_uncertainty(jnp.asarray(log_probs, jnp.float32))
+    p = np.exp(log_probs)
+    total = entropy(p.mean(axis=0), axis=-1)
+    information = total - entropy(p, axis=-1).mean(axis=0)
+    np.testing.assert_allclose(found[0], total, rtol=1e-5)
+    np.testing.assert_allclose(found[1], information, rtol=1e-4, atol=1e-6)
+    assert information.min() > 0.01
 
-    for size in (10, 7, 0):
-        found, scores = run(ClientData(X, np.zeros(10, np.int32), np.int32(size)))
-        np.testing.assert_array_equal(found.mask, np.arange(10) < size)
-        logits = np.einsum("sij,bi->sbj", WEIGHTS, X[:size]).astype(np.float64)
-        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-        total = entropy(p.mean(0), axis=-1)
-        information = total - entropy(p, axis=-1).mean(0)
-        for values, expected in ((found[0], total), (found[1], information)):
-            np.testing.assert_allclose(values[:size], expected, rtol=1e-4, atol=1e-6)
-            assert not np.any(values[size:])
-        np.testing.assert_allclose(scores.entropy, total.sum(), rtol=1e-5)
-        np.testing.assert_allclose(
-            scores.mutual_information, information.sum(), rtol=1e-4
-        )
+
+def test_mutual_information_of_extreme_cases():
+    certain = jnp.log(jnp.eye(3))  # three samples, each sure of another class
+    total, information = predictive_uncertainty(certain[:, None])
+    np.testing.assert_allclose([total, information], np.log(3) * np.ones((2, 1)))
+    total, information = predictive_uncertainty(certain[:1, None])
+    assert total.tolist() == information.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("samples", [1, 7])
+def test_samples_that_agree_share_no_information(samples):
+    one = jnp.asarray(draws(1, batch=500, classes=11), jnp.float32)
+    total, information = predictive_uncertainty(jnp.repeat(one, samples, axis=0))
+    assert total.min() > 0 and information.min() >= 0
+    assert information.max() <= (0 if samples == 1 else 1e-6)
 
 
 @pytest.mark.parametrize("decimals", [0, 1, 8])  # with many, some and no ties

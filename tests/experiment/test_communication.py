@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fedvi import contract
+from fedvi import contract_checks
 from fedvi.experiment import setup
 from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import ExperimentConfig
@@ -18,7 +18,7 @@ LEAVES = 4
 def bytes_of(config):
     built = setup.experiment(config)
     train, test = built.data.train, built.data.test
-    messages = contract.check(built.algorithm, train, test, built.task.clients)
+    messages = contract_checks.check(built.algorithm, train, test, built.task.clients)
     return bytes_per_round(built, messages)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedvi import priors
+from fedvi.distributions import priors
 
 SIZE, DRAWS = 5, 4000
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedvi import contract
+from fedvi import contract_checks
 from fedvi.algorithm import ClientOutput, Importance
 from fedvi.algorithms import fedavg, local_only
 from fedvi.selection import full, proportional, round_robin, uniform
@@ -16,7 +16,7 @@ def broken(algorithm, **functions):
 
 def test_a_good_algorithm_passes(task, train, test):
     for builder in (fedavg, local_only):
-        contract.check(builder(task), train, test, 6)
+        contract_checks.check(builder(task), train, test, 6)
     # A client's own global model may be another pytree than the server's state.
     plain = fedavg(task)
     clustered = plain._replace(
@@ -25,9 +25,9 @@ def test_a_good_algorithm_passes(task, train, test):
             key, server["own"], x, mask
         ),
     )
-    contract.check(clustered, train, test, 6)
+    contract_checks.check(clustered, train, test, 6)
     measured = broken(plain, importance=importance())
-    contract.check(measured, train, test, 6)
+    contract_checks.check(measured, train, test, 6)
 
 
 def importance(score=lambda server, reports, counts: reports["size"] * 1.0):
@@ -126,7 +126,7 @@ def test_slips_are_named(task, train, test):
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            contract.check(algorithm, train, test, 6)
+            contract_checks.check(algorithm, train, test, 6)
 
 
 def test_what_a_function_raises_names_the_function(task, train, test):
@@ -136,7 +136,7 @@ def test_what_a_function_raises_names_the_function(task, train, test):
         return {"body": upload["body"]}
 
     with pytest.raises(ValueError) as found:
-        contract.check(broken(fedavg(task), statistics=other), train, test, 6)
+        contract_checks.check(broken(fedavg(task), statistics=other), train, test, 6)
     assert found.value.__notes__[-1] == (
         "raised while the contract of server_update was checked"
     )
@@ -148,7 +148,7 @@ def test_it_tells_what_is_sent(task, train, test):
         statistics=lambda server, upload: (upload, upload),
         server_update=lambda key, round, server, aggregate: server,
     )
-    found = contract.check(algorithm, train, test, 6)
+    found = contract_checks.check(algorithm, train, test, 6)
     assert jax.tree.structure(found.summands) == jax.tree.structure((found.upload,) * 2)
     assert found.down.moments == () and found.client == () and found.reports == {}
 
@@ -165,7 +165,7 @@ def test_a_selection_must_suit_the_algorithm(task):
         (everyone, round_robin(7, 3, [4, 5, 6])),
         (measured, proportional(7, 3, "mine")),
     ):
-        contract.check_selection(algorithm, selection)
+        contract_checks.check_selection(algorithm, selection)
     for algorithm, selection, message in (
         (serial, uniform(7, 3), "selection of 3 clients a round .* participants=1"),
         (everyone, uniform(7, 3), "fedavg, which takes 7: select participants=7"),
@@ -174,4 +174,4 @@ def test_a_selection_must_suit_the_algorithm(task):
         (measured, proportional(7, 3, "ksd"), "measure='ksd': fedavg has mine; use"),
     ):
         with pytest.raises(ValueError, match=message):
-            contract.check_selection(algorithm, selection)
+            contract_checks.check_selection(algorithm, selection)
