@@ -67,13 +67,16 @@ class Coded:
         """The array as it arrives."""
         values = self.values.astype(jnp.float32)
         if self.scale is not None:
-            values = values * _spread(self.scale, self.layout)
+            values = values * _spread(self.scale, self.layout, values)
         return values.astype(self.dtype)
 
 
-def _spread(scale: jax.Array, layout: Layout | None) -> jax.Array:
-    """`[]`, or for every value of a `Flat`'s vector its layer's."""
-    return scale if layout is None else layout.vector(list(scale))
+def _spread(scale: jax.Array, layout: Layout | None, values: jax.Array) -> jax.Array:
+    """`[]`, or for every value of a `Flat`'s vector `[..., d]` its layer's."""
+    if layout is None:
+        return scale
+    lead = (1,) * (values.ndim - 1)
+    return layout.vector(list(scale)).reshape(*lead, -1)
 
 
 def _round_to_bfloat16(key: jax.Array, upload: Any) -> Any:
@@ -104,7 +107,7 @@ def _quantise_to_int8(key: jax.Array, upload: Any) -> Any:
         else:
             layers = jax.tree.leaves(Flat(jnp.abs(values), layout).tree())
             scale = jnp.array([jnp.max(a, initial=0) for a in layers]) / 127
-        spread = _spread(scale, layout)
+        spread = _spread(scale, layout, values)
         steps = values / jnp.where(spread > 0, spread, 1)  # zeros without 0/0
         low = jnp.floor(steps)
         # Not floor(steps + u), whose sum would be rounded.

@@ -6,7 +6,6 @@ algorithms carry, add up, decay and draw noise for is therefore `Flat`; a networ
 whoever needs columns, layers or names, takes the tree as a view.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,9 +18,9 @@ __all__ = [
     "Layout",
     "flatten",
     "has_flats",
+    "in_one_piece",
     "is_flat",
     "like_flats",
-    "map_layers",
     "trees",
 ]
 
@@ -112,6 +111,14 @@ def has_flats(pytree: Any) -> bool:
     return any(map(is_flat, jax.tree.leaves(pytree, is_leaf=is_flat)))
 
 
+def in_one_piece(pytree: Any) -> Any:
+    """All `Flat`s of a pytree as one, for who never tells them apart.
+
+    A tree without them, as of a model that lies on several devices, stays as it is.
+    """
+    return flatten(trees(pytree)) if has_flats(pytree) else pytree
+
+
 def like_flats(tree: Any, like: Any) -> Any:
     """The reverse of `trees`: the `Flat`s stand where `like` has them.
 
@@ -131,12 +138,6 @@ def like_flats(tree: Any, like: Any) -> Any:
         return flat
 
     return jax.tree.map(restore, like, tree, is_leaf=is_flat)
-
-
-def map_layers(fn: Callable, pytree: Any) -> Any:
-    """`fn(leaf)` for every layer's array: `Flat`s are seen, and given back, as trees
-    of which `fn` may change the leaves."""
-    return jax.tree.map(fn, trees(pytree))
 
 
 def is_flat(node: Any) -> bool:

@@ -45,8 +45,9 @@ class LocalTraining(NamedTuple):
         ± the rate (DSVGD); "rmsprop" with decay 0.9 and a second moment that starts at
         the first squared gradient (as DSVGD's public code, which calls it AdaGrad; eps
         1e-8, where that has 1e-9 or 1e-6). Or your own, `(learning_rate) ->
-        optax.GradientTransformation`, such as `optax.adamw`. It sees few long vectors;
-        one that treats layers apart (LAMB, Adafactor, Muon) needs `layerwise`.
+        optax.GradientTransformation`, such as `optax.adamw`. It may see layers or few
+        long vectors; one that treats layers apart (LAMB, Adafactor, Muon) needs
+        `layerwise`.
       steps: R, minibatches a round; None: as many as `epochs` take. The last epoch
         that they need is left unfinished. An empty client takes none.
     """
@@ -64,8 +65,11 @@ class LocalTraining(NamedTuple):
         checks.at_least("epochs", self.epochs, 0)
         checks.at_least("batch_size", self.batch_size, 1)
         checks.fraction("momentum", self.momentum)
-        if not callable(self.optimizer):
-            checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"optimizer={self.optimizer!r} must be one of {', '.join(OPTIMIZERS)}, "
+                "or a function of the learning rate, such as optax.adamw"
+            )
         if self.steps is not None:
             checks.at_least("steps", self.steps, 1)
         if not callable(self.learning_rate):
@@ -80,7 +84,11 @@ class LocalTraining(NamedTuple):
         """The optimiser, with this round's learning rate.
 
         Its moments may be kept over rounds: the rate is no part of them.
+
+        Raises:
+          ValueError: as `check`.
         """
+        self.check()
         rate = self.learning_rate_at(round)
         if self.optimizer == "sgd":
             return optax.sgd(rate, self.momentum or None)
@@ -97,7 +105,15 @@ def layerwise(
     Args:
       optimizer: `(learning_rate) -> optax.GradientTransformation` whose steps depend on
         where one layer ends, such as `optax.lamb`.
+
+    Raises:
+      ValueError: no such function.
     """
+    if not callable(optimizer):
+        raise ValueError(
+            f"optimizer={optimizer!r} must be a function of the learning rate, such as "
+            "optax.lamb"
+        )
 
     def make(learning_rate):
         inner = optimizer(learning_rate)

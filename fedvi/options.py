@@ -81,6 +81,12 @@ class Options:
     def __init_subclass__(cls):
         super().__init_subclass__()
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        for field in dataclasses.fields(cls):
+            if "bounds" not in field.metadata:
+                raise ValueError(
+                    f"{cls.__name__}.{field.name} must be an option, that the flags "
+                    f'and texts know: {field.name} = option(default, "what it means")'
+                )
 
     def __post_init__(self):
         check(self)
@@ -126,10 +132,13 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
                 f"{name} is static and cannot be traced: give a plain value"
             )
         return
+    if isinstance(value, jax.Array) and value.ndim == 0:
+        value = value.item()
     choices = choices_of(field, hint)
     if choices is not None:
         if value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
+            known = ", ".join(map(str, choices))
+            raise ValueError(f"{name}={value!r} must be one of {known}")
         return
     wanted = " and ".join(f"{_BOUNDS[key][0]} {b}" for key, b in bounds.items())
     kinds = [kind for kind in kinds_of(hint) if kind in _KINDS]
@@ -147,8 +156,6 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
 def _is(value: Any, kind: type) -> bool:
     if isinstance(value, bool):
         return kind is bool
-    if getattr(value, "shape", None) == () and kind in (int, float):
-        return True  # a concrete array of one number
     return isinstance(value, _KINDS[kind][1])
 
 

@@ -115,6 +115,18 @@ class ParticlePosterior(NamedTuple):
         """The network's parameters in a particle `[d]`, a view."""
         return Flat(particle[: self.size], self.layout).tree()
 
+    def parts(self, particles: jax.Array) -> tuple[Any, ...]:
+        """Particles as they are sent: layers of weights, and the log precision if they
+        have one, for which a codec has scales of their own."""
+        weights = Flat(particles[:, : self.size], self.layout)
+        rest = particles[:, self.size :]
+        return (weights, rest) if rest.size else (weights,)
+
+    @staticmethod
+    def joined(parts: tuple[Any, ...]) -> jax.Array:
+        """The reverse of `parts`, of any leading axes."""
+        return jnp.concatenate(jax.tree.leaves(parts), axis=-1)
+
     def prior_scores(self, particles: jax.Array) -> jax.Array:
         """`[N, d]` ∇ log p_0 at every particle."""
         return jax.vmap(jax.grad(self.prior.log_prob))(particles)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.flat import Flat, Layout, flatten, like_flats, map_layers, trees
+from fedvi.flat import Flat, Layout, flatten, in_one_piece, like_flats, trees
 
 TREE = {"bias": jnp.arange(3.0), "kernel": 3 + jnp.arange(6.0).reshape(2, 3)}
 
@@ -48,11 +48,20 @@ def test_views_of_a_whole_pytree_and_back():
     back = like_flats(seen, params)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, back, params)
-    sizes = map_layers(jnp.size, params)
+    sizes = jax.tree.map(jnp.size, trees(params))
     assert sizes["body"] == {"bias": 3, "kernel": 6}
     wrong = {**seen, "body": {**seen["body"], "kernel": jnp.ones((3, 2))}}
     with pytest.raises(ValueError, match=r"\(3, 2\).* stands where .*\(2, 3\)"):
         like_flats(wrong, params)
+
+
+def test_vectors_in_one_piece_and_layers_as_they_are():
+    params = {"body": flatten(TREE), "head": flatten({"w": jnp.ones((1, 2))})}
+    whole = in_one_piece(params)
+    assert whole.vector.shape == (11,)
+    jax.tree.map(np.testing.assert_array_equal, whole.tree(), trees(params))
+    layers = trees(params)  # of a model that several devices hold
+    assert in_one_piece(layers) is layers
 
 
 def test_one_value_a_layer_makes_a_vector():

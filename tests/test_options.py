@@ -40,6 +40,8 @@ def test_values_inside_their_range_are_kept(good):
     ("name", "value", "message"),
     [
         ("scale", -1.0, "scale=-1.0 must be at least 0"),
+        ("scale", jnp.float32(-1), "scale=-1.0 must be at least 0"),
+        ("count", jnp.float32(2.5), "count=2.5 must be a whole number"),
         ("scale", float("nan"), "scale=nan must be a finite number at least 0"),
         ("scale", float("inf"), "scale=inf must be a finite number"),
         ("scale", "much", "scale='much' must be a number at least 0"),

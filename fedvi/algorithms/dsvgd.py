@@ -94,10 +94,10 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
         new, client, metrics = visit(
             posterior, task.training, key, round, q, client, data
         )
-        return ClientOutput(new - q, 1.0, client, metrics)
+        return ClientOutput(posterior.parts(new - q), 1.0, client, metrics)
 
     def server_update(key, round, server, aggregate):
-        return Server(server.particles + aggregate.mean())
+        return Server(server.particles + posterior.joined(aggregate.mean()))
 
     def report_scores(key, server, client, data):
         return reported_scores(posterior, key, server.particles, data)

@@ -23,7 +23,7 @@ from fedvi.algorithms.alternating import (
 )
 from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
-from fedvi.flat import flatten, trees
+from fedvi.flat import in_one_piece
 from fedvi.local import minimise
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, mean_field_normal, posterior_estimate
@@ -140,7 +140,7 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
 
     def init(key):
         means = normal_init(task.model, key, options.init_std)
-        return Server(family.init(flatten(trees(means))))
+        return Server(family.init(in_one_piece(means)))
 
     def client_update(key, round, server, client, data):
         if options.theta_update == "meta":

@@ -69,7 +69,7 @@ def parallel_dsvgd(task: Task, options: ParallelDSVGD) -> Algorithm:
     def client_update(key, round, server, client, data):
         q = server.particles
         _, client, metrics = visit(posterior, training, key, round, q, client, data)
-        return ClientOutput(client.particles, 1.0, client, metrics)
+        return ClientOutput(posterior.parts(client.particles), 1.0, client, metrics)
 
     def server_update(key, round, server, aggregate):
         optimizer = training.optimizer_at(round)
@@ -108,7 +108,7 @@ def product_scores(
       posterior: prior and density estimate.
       q: `[N, d]`.
       first: `[N, d]` what all the factors of first_t="prior" started as.
-      aggregate: `uploads` `[cohort, N, d]`, their particles.
+      aggregate: `uploads` `[cohort, ...]` of their particles' `parts`.
     """
     started = jnp.zeros_like(q)
     if posterior.options.first_t == "prior":
@@ -120,5 +120,5 @@ def product_scores(
         score = posterior.density_scores(q, t) - started
         return total + jnp.where(present, score, 0.0), ()
 
-    factors = (aggregate.uploads, aggregate.weight > 0)
+    factors = (posterior.joined(aggregate.uploads), aggregate.weight > 0)
     return jax.lax.scan(add, posterior.prior_scores(q), factors)[0]

@@ -25,7 +25,7 @@ from fedvi.algorithms.alternating import (
 )
 from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
-from fedvi.flat import flatten, trees
+from fedvi.flat import in_one_piece
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, mean_field_normal, posterior_estimate
 
@@ -160,7 +160,7 @@ def pfedbayes_of(
     def init(key):
         means = normal_init(network.model, key, options.init_std)
         # One vector of what nobody tells apart: fewer operations.
-        q = family.init(means if halves else flatten(trees(means)))
+        q = family.init(means if halves else in_one_piece(means))
         return Server(shared(q), own(q))
 
     def init_client(key, server):

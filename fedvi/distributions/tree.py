@@ -32,6 +32,9 @@ class Tree(distrax.Distribution):
         self.base = base
         self.layout = layout
 
+    def __repr__(self) -> str:
+        return f"Tree({type(self.base).__name__}, {sum(self.layout.sizes)} weights)"
+
     def _view(self, vector: jax.Array) -> Any:
         return Flat(vector, self.layout).tree()
 

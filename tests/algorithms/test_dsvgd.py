@@ -17,10 +17,11 @@ from fedvi.algorithms.stein_client import Client, Server, local_loop, other_term
 from fedvi.data import ClientData
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
-from fedvi.particle_posterior import particle_posterior
+from fedvi.particle_posterior import ParticlePosterior, particle_posterior
 from fedvi.stein import KERNELS, hip, ksd
 
 KEY = jax.random.key(0)
+joined = ParticlePosterior.joined
 N, B, PRECISION, RATE = 5, 0.55, 0.5, 0.3
 SIZES = (4, 3, 0)
 A = np.array([[[0.6, 0.3], [0.3, 0.5]], [[0.4, -0.1], [-0.1, 0.8]], np.eye(2)])
@@ -153,7 +154,7 @@ def test_a_visit_is_equations_13_and_14(visit):
     """And what is sent is how far it moved the global particles."""
     for yes in (0, 1):
         output, q = assert_visit(visit, "prior", yes)
-        assert_close(Q + output.upload, q)
+        assert_close(Q + joined(output.upload), q)
 
 
 def test_of_the_parallel_form_the_factor_is_sent_and_is_one_at_first():
@@ -162,19 +163,19 @@ def test_of_the_parallel_form_the_factor_is_sent_and_is_one_at_first():
     update = jax.jit(algorithm.client_update)
     for yes in (0, 1):
         output, _ = assert_visit(update, "one", yes)
-        np.testing.assert_array_equal(output.upload, output.client.particles)
+        np.testing.assert_array_equal(joined(output.upload), output.client.particles)
 
 
 def test_the_first_visit_targets_the_prior_times_the_likelihood(visit):
     """q and t_k are the same particles: their estimates cancel."""
     output = visit(KEY, 0, Server(jnp.float32(Q)), visited(Q, 0), one(0))
     expected = svgd(Q, lambda x: likelihood(x, 0) - PRECISION * x, 3)[-1]
-    assert_close(Q + output.upload, expected)
+    assert_close(Q + joined(output.upload), expected)
 
 
 def test_a_client_without_data_sends_nothing_and_its_metrics_are_finite(visit):
     output = visit(KEY, 0, Server(jnp.float32(Q)), visited(T), one(2))
-    assert (output.upload == 0).all()
+    assert (joined(output.upload) == 0).all()
     assert all(np.isfinite(value) for value in output.metrics.values())
 
 
@@ -307,7 +308,7 @@ def test_the_hilbert_score_is_the_mean_over_the_clients():
 def aggregate(uploads, weights):
     weights = jnp.float32(weights)
     ids = jnp.arange(len(weights), dtype=jnp.int32)
-    return StackedAggregate(jnp.float32(uploads), weights, ids, weights.sum(), 3)
+    return StackedAggregate((jnp.float32(uploads),), weights, ids, weights.sum(), 3)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +393,7 @@ def long_visit():
     def visit(bandwidth, server, client, data):
         algorithm = dsvgd(task, kde_bandwidth=bandwidth, **options)
         output = algorithm.client_update(KEY, 0, server, client, data)
-        return server.particles + output.upload, output.client
+        return server.particles + joined(output.upload), output.client
 
     return visit, parallel_dsvgd(task, **options)
 
