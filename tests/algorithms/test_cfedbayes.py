@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.algorithm import Aggregate
+from fedvi.algorithm import Aggregate, Task
 from fedvi.algorithms import cfedbayes, pfedbayes
 from fedvi.algorithms.pfedbayes import Server
 from fedvi.distributions.mean_field import MeanField
@@ -55,8 +55,9 @@ def planted(data, clients=(0, 1, 2, 5, 0, 6)):
 @pytest.fixture(scope="module")
 def run(linear, train, test):
     """(federation, first state's server, state after some rounds, metrics)."""
-    algorithm = cfedbayes(linear, zeta=0.05)
-    federation = Federation(algorithm, planted(train), planted(test))
+    data, (model, training, finetuning, *_) = planted(train), linear
+    task = Task.of(model, data, training, finetuning)
+    federation = Federation(cfedbayes(task, zeta=0.05), data, planted(test))
     state = federation.init(jax.random.key(0))
     start = jax.tree.map(np.array, state.server)
     state, metrics = federation.rounds(state, 6)

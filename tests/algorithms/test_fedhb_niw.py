@@ -213,7 +213,8 @@ def test_no_penalty_no_dropout_and_many_clients_is_nearly_fedbabu(task, train, t
     options = {"p_drop": 0.0, "penalty_scale": 0.0, "prior_mean": "zero"}
     servers = []
     for algorithm in (fedhb_niw(many, **options), fedbabu(many)):
-        federation = Federation(algorithm, train, test)
+        # A number of clients that the data do not have.
+        federation = Federation(algorithm._replace(population=None), train, test)
         start = federation.init(jax.random.key(0))
         head = jax.device_get(start.server["head"] if servers else start.server.head)
         servers.append(federation.rounds(start, 2)[0].server)

@@ -3,9 +3,12 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_table_in_the_documentation_is_up_to_date():
     path = ROOT / "benchmarks" / "communication.py"
     spec = importlib.util.spec_from_file_location("communication", path)

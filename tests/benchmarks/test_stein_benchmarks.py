@@ -37,6 +37,7 @@ def test_times_a_step_and_counts_its_memory(tmp_path):
     assert out.with_suffix(".md").read_text() in process.stdout
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_is_compiled_and_not_run(tmp_path):
     out = tmp_path / "tiny"
     process = run(
@@ -48,12 +49,14 @@ def test_a_step_that_does_not_fit_is_compiled_and_not_run(tmp_path):
     assert "does not fit" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.long
 def test_a_size_that_is_none_is_refused():
     process = run("svgd_step.py", "--size=0x4")
     assert process.returncode != 0
     assert "--size=0x4 must look like 200x7850" in process.stdout + process.stderr
 
 
+@pytest.mark.long
 def test_times_the_rounds_of_a_selection(tmp_path):
     out = tmp_path / "tiny"
     sizes = ["--clients=4", "--particles=2", "--steps=1", "--calls=2", "--rounds=1"]

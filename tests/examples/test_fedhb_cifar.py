@@ -101,6 +101,7 @@ def test_a_killed_run_continues_bit_for_bit(folder, straight):
     assert rounds == list(range(1, 41))
 
 
+@pytest.mark.long
 def test_a_failed_run_ends_in_an_error_after_the_table(folder):
     code, output, errors = finish(
         start(
