@@ -258,12 +258,24 @@ def _aggregate(population, output, summands):
     return StackedAggregate(stacked, output.weight[None], ids, one, population)
 
 
+def _paths(tree) -> set[str]:
+    """The leaves of a tree by their paths; "itself" where it is a single one."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path) or "itself" for path, _ in leaves}
+
+
 def _same(function: str, what: str, expected, found) -> None:
     """Structure, shapes and types of two pytrees of shapes must agree."""
     if jax.tree.structure(expected) != jax.tree.structure(found):
+        wanted, given = _paths(expected), _paths(found)
+        problems = [
+            f"{verb} {', '.join(sorted(paths))}"
+            for verb, paths in (("lacks", wanted - given), ("adds", given - wanted))
+            if paths
+        ]
         raise ValueError(
-            f"{function} changes the structure of {what}: expected "
-            f"{jax.tree.structure(expected)}, got {jax.tree.structure(found)}"
+            f"{function} changes the structure of {what}: it "
+            f"{' and '.join(problems) or 'has containers of other types'}"
         )
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(expected),

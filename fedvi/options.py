@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-__all__ = ["Options", "check", "describe", "kinds_of", "option"]
+__all__ = ["Options", "check", "describe", "kinds_of", "option", "range_of"]
 
 _BOUNDS = {
     "at_least": ("at least", lambda value, bound: value >= bound),
@@ -110,6 +110,12 @@ def choices_of(field: dataclasses.Field, hint: Any) -> tuple[Any, ...] | None:
     return None if choices is None else tuple(choices)
 
 
+def range_of(field: dataclasses.Field) -> str:
+    """An option's bounds in words, such as "at least 0 and below 1"; empty: none."""
+    bounds = field.metadata["bounds"].items()
+    return " and ".join(f"{_BOUNDS[key][0]} {bound}" for key, bound in bounds)
+
+
 def check(options: Any) -> None:
     """Checks every option of a dataclass on its own.
 
@@ -140,7 +146,7 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
             known = ", ".join(map(str, choices))
             raise ValueError(f"{name}={value!r} must be one of {known}")
         return
-    wanted = " and ".join(f"{_BOUNDS[key][0]} {b}" for key, b in bounds.items())
+    wanted = range_of(field)
     kinds = [kind for kind in kinds_of(hint) if kind in _KINDS]
     if kinds and not any(_is(value, kind) for kind in kinds):
         what = " or ".join(_KINDS[kind][0] for kind in kinds)
@@ -167,9 +173,6 @@ def describe(options: type) -> str:
         facts = [f"default {field.default}"]
         if choices := choices_of(field, hints[field.name]):
             facts.insert(0, " | ".join(map(str, choices)))
-        if bounds := field.metadata["bounds"]:
-            facts += [f"{_BOUNDS[key][0]} {bound}" for key, bound in bounds.items()]
-        if field.metadata["source"]:
-            facts.append(field.metadata["source"])
+        facts += filter(None, [range_of(field), field.metadata["source"]])
         lines.append(f"  {field.name}: {field.metadata['help']} ({', '.join(facts)})")
     return "\n".join(lines)

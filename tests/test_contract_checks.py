@@ -78,7 +78,7 @@ def test_slips_are_named(task, train, test):
         ),
         (
             broken(good, server_update=other_state),
-            "server_update changes the structure of the server's state",
+            "server_update changes the structure of the server's state: it ",
         ),
         (
             broken(good, global_predictive=no_samples),

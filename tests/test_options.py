@@ -20,6 +20,7 @@ class Method(Family):
     rate: float | None = option(None, "Of something.", above=0, below=1)
     flag: bool = option(False, "Whether.")
     name: str = option("sum", "Of a thing.", choices=("sum", "mean"))
+    power: int = option(1, "Of a norm.", choices=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ def test_values_inside_their_range_are_kept(good):
     ("name", "value", "message"),
     [
         ("scale", -1.0, "scale=-1.0 must be at least 0"),
+        ("power", 3, "power=3 must be one of 1, 2"),
         ("scale", jnp.float32(-1), "scale=-1.0 must be at least 0"),
         ("count", jnp.float32(2.5), "count=2.5 must be a whole number"),
         ("scale", float("nan"), "scale=nan must be a finite number at least 0"),
@@ -77,8 +79,16 @@ def test_a_description_has_inherited_options_defaults_ranges_and_sources():
     assert describe(Method).splitlines() == [
         "  scale: A factor. (default 1.0, at least 0)",
         "  kind: Which. (one | two, default one)",
-        "  count: How many. (default 3, at least 1, at most 9, §6)",
-        "  rate: Of something. (default None, above 0, below 1)",
+        "  count: How many. (default 3, at least 1 and at most 9, §6)",
+        "  rate: Of something. (default None, above 0 and below 1)",
         "  flag: Whether. (default False)",
         "  name: Of a thing. (sum | mean, default sum)",
+        "  power: Of a norm. (1 | 2, default 1)",
     ]
+
+
+def test_a_plain_field_is_no_option():
+    with pytest.raises(ValueError, match=r"Slip.beta must be an option.*= option\("):
+
+        class Slip(Options):
+            beta: float = 0.5

@@ -26,7 +26,7 @@ from fedvi.experiment import processes
 from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
 from fedvi.experiment.lost_processes import Watchdog, lost_line
 from fedvi.experiment.run import run_all
-from fedvi.options import choices_of, kinds_of
+from fedvi.options import choices_of, kinds_of, range_of
 
 __all__ = ["define", "parse", "read", "read_hosts", "start"]
 
@@ -357,7 +357,7 @@ def _define_one(
     """Defines the flag of one field or option from its annotation and choices."""
     kinds = kinds_of(hint)
     serializer = flags.ArgumentSerializer()
-    if choices is not None:
+    if choices is not None and all(isinstance(choice, str) for choice in choices):
         flags.DEFINE_enum(name, default, list(choices), help, flag_values=flag_values)
     elif kinds == (tuple,):
         parser = _NumberParser(typing.get_args(hint)[0], several=True)
@@ -401,7 +401,7 @@ def _define_option(
     # Algorithms that mean the same by it share a sentence.
     algorithms_of: dict[str, list[str]] = {}
     for name, field in takers.items():
-        facts = [str(field.default), field.metadata["source"]]
+        facts = [str(field.default), range_of(field), field.metadata["source"]]
         meaning = field.metadata["help"].partition(". ")[0].rstrip(".")
         default = f"{name} ({'; '.join(filter(None, facts))})"
         algorithms_of.setdefault(meaning, []).append(default)

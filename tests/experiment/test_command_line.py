@@ -123,7 +123,7 @@ def test_the_help_of_an_option_says_what_it_means_and_whence_it_is(own):
     own(mine=Mine, yours=Yours)
     values = absl_flags.FlagValues()
     command_line.define(values)
-    assert values["strength"].help == "Option of mine (2.0; Eq. 3): Pull."
+    assert values["strength"].help == "Option of mine (2.0; above 0; Eq. 3): Pull."
     assert values["other"].help == (
         "Option of mine (1): Another. Option of yours (5): Not the same."
     )
