@@ -10,6 +10,7 @@ the methods of a network take turns, and one compilation goes before that nobody
 as it also starts the compiler.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -41,6 +42,9 @@ flags.DEFINE_integer("hidden", 256, "Hidden units of mlp.", lower_bound=1)
 flags.DEFINE_enum(
     "optimizer", "adam", ["sgd", "adam"], "Of the methods' clients; FedAvg's is sgd."
 )
+flags.DEFINE_enum(
+    "sampling", "weight", ["weight", "local"], "Of the mean-field methods."
+)
 flags.DEFINE_integer("compiles", 3, "Compilations that are timed.", lower_bound=1)
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS
@@ -57,7 +61,10 @@ def federation(method: str, model: str):
     optimizer = "sgd" if method == "fedavg" else FLAGS.optimizer
     rate = 0.1 if optimizer == "sgd" else 1e-3
     training = LocalTraining(1, BATCH, rate, optimizer=optimizer)
-    return build(method, network, training, random_clients(CLIENTS, EXAMPLES, shape))
+    data = random_clients(CLIENTS, EXAMPLES, shape)
+    known = [field.name for field in dataclasses.fields(algorithms.options_of(method))]
+    options = {"sampling": FLAGS.sampling} if "sampling" in known else {}
+    return build(method, network, training, data, options=options)
 
 
 def compile_once(federated, state) -> dict[str, Any]:

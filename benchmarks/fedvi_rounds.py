@@ -14,7 +14,7 @@ from worker import peak_memory, serve, timed
 
 import fedvi
 from fedvi import nn, selection
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.data import standardise
 from fedvi.flat import like_flats, trees
 

@@ -7,7 +7,7 @@ from worker import peak_memory, serve, timed
 
 import fedvi
 from fedvi import nn
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 
 
 def hidden_width(parameters: int, features: int) -> int:

@@ -11,7 +11,7 @@ from fedvi.algorithm import (
     StackedAggregate,
     Task,
 )
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.data import ClientData
 from fedvi.federation import Federation, RoundMetrics, State
 from fedvi.flat import Flat, flatten, trees

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
+from fedvi.client_map import MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
-from fedvi.cohort import MODEL_AXIS, map_reduce
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.flat import has_flats

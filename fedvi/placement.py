@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from fedvi.cohort import MODEL_AXIS
+from fedvi.client_map import MODEL_AXIS
 from fedvi.flat import trees
 from fedvi.keys import is_key
 from fedvi.nn import Model
@@ -52,7 +52,7 @@ def state_shardings(mesh: Mesh, state: Any, runs: bool = False) -> Any:
     and the clients' axes are never split: a round looks clients up by id.
 
     Args:
-      mesh: from `fedvi.cohort.clients_mesh`.
+      mesh: from `fedvi.client_map.clients_mesh`.
       state: the state or its shapes.
       runs: its leaves have a leading `[runs]` axis.
 

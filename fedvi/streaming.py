@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedvi import checks, visit
 from fedvi.algorithm import Algorithm
+from fedvi.client_map import AXIS, MODEL_AXIS
 from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
-from fedvi.cohort import AXIS, MODEL_AXIS
 from fedvi.data.client_files import ClientSource
 from fedvi.evaluation import Scores
 from fedvi.federation import (

@@ -8,7 +8,7 @@ import pytest
 from fedvi import codecs
 from fedvi.algorithm import Algorithm, ClientOutput
 from fedvi.algorithms import fedavg
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.data import ClientArrays
 from fedvi.federation import Federation
 from fedvi.flat import flatten

@@ -13,7 +13,7 @@ from flax import linen
 from fedvi import nn
 from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
 from fedvi.algorithms import fedavg
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.federation import Federation, take
 from fedvi.selection import Selection, proportional, uniform
 

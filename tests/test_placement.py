@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from fedvi import algorithms
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.federation import Federation, State
 from fedvi.nn import build
 from fedvi.placement import (

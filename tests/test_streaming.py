@@ -10,7 +10,7 @@ import pytest
 from fedvi import Federation, StreamedFederation, codecs, data
 from fedvi.algorithm import Algorithm, ClientOutput, Importance
 from fedvi.algorithms import local_only
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.federation import take
 from fedvi.selection import proportional, round_robin, uniform
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedvi.cohort import AXIS
+from fedvi.client_map import AXIS
 from fedvi.experiment import processes
 from fedvi.experiment.config import RunOptions
 from fedvi.experiment.setup import Experiment

@@ -5,7 +5,7 @@ import os
 import jax
 from jax.sharding import Mesh
 
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 
 __all__ = ["mesh", "show_cpus", "usable_cores"]
 

@@ -33,7 +33,8 @@ class Watchdog:
       client: of JAX's coordination service.
       process: id of this process.
       processes: how many there are.
-      timeout: seconds without a sign of life after which a process is lost.
+      timeout: seconds without a sign of life after which a process is lost
+        (`HostOptions.lost_timeout`).
       on_loss: called once, in a thread of its own, with the ids of those lost.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedvi.algorithms import ALGORITHMS, build, options_of
-from fedvi.cohort import clients_mesh
+from fedvi.client_map import clients_mesh
 from fedvi.evaluation import summarise
 from fedvi.federation import Federation
 from fedvi.flat import trees

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.cohort import clients_mesh, map_reduce
+from fedvi.client_map import clients_mesh, map_reduce
 
 VALUES = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
 
