@@ -7,6 +7,7 @@ whoever needs columns, layers or names, takes the tree as a view.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -47,7 +48,7 @@ class Layout:
         if not leaves:
             return jnp.zeros(0)
         parts = zip(leaves, self.shapes, self.sizes, strict=True)
-        return jnp.concatenate(
+        return _join(
             [jnp.broadcast_to(leaf, shape).reshape(size) for leaf, shape, size in parts]
         )
 
@@ -74,9 +75,38 @@ class Flat:
         lead = self.vector.shape[:-1]
         leaves = []
         if self.layout.shapes:
-            leaves = jax.lax.split(self.vector, self.layout.sizes, axis=len(lead))
+            leaves = _cut(self.vector, self.layout.sizes)
         shaped = (x.reshape(*lead, *s) for x, s in zip(leaves, self.layout.shapes))
         return self.layout.treedef.unflatten(shaped)
+
+
+def _join(parts: list[jax.Array]) -> jax.Array:
+    """The concatenation along the last axis.
+
+    Not `jnp.concatenate`, which XLA on CPU may fuse with what comes after and then runs
+    value by value: 18 ns each on two devices, ten times the time of this.
+    """
+    sizes = [part.shape[-1] for part in parts]
+    lead = parts[0].shape[:-1]
+    whole = jnp.zeros((*lead, sum(sizes)), jnp.result_type(*parts))
+    start = 0
+    for part, size in zip(parts, sizes):
+        place = (0,) * len(lead) + (start,)
+        whole = jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), place)
+        start += size
+    return whole
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _cut(vector: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """The parts of the last axis; what flows back is joined by `_join`."""
+    return jax.lax.split(vector, sizes, axis=vector.ndim - 1)
+
+
+_cut.defvjp(
+    lambda vector, sizes: (_cut(vector, sizes), None),
+    lambda sizes, _, cotangents: (_join(cotangents),),
+)
 
 
 def flatten(tree: Any) -> Flat:

@@ -264,7 +264,8 @@ def minimise(
       params: pytree to train.
       data: one client's `ClientData`.
       training: hyper-parameters.
-      loss: `(key, params, Batch) -> scalar`, mean over the batch.
+      loss: `(key, params, Batch) -> scalar`, mean over the batch. It gets the layers,
+        `trees(params)`.
       proximal: optional `(params, step_size) -> params`, the proximal operator of a
         penalty that is too stiff for gradient steps, applied after each step. The
         step size handed to it is lr / (1 - momentum): heavy-ball momentum multiplies
@@ -284,21 +285,17 @@ def minimise(
     optimizer = training.optimizer_at(round)
     step_size = training.learning_rate_at(round) / (1 - training.momentum)
 
-    # The loop carries layers: an SGD step on the vector would copy it twice more, into
-    # slices for the network and out of them for the gradient (12 % of an MLP's step).
-    # Where the loss takes slices only, XLA drops the vector again.
-    def loss_of(layers, key, batch):
-        return loss(key, like_flats(layers, params), batch)
-
     def step(key, carry, batch):
         layers, moments, total = carry
-        value, gradients = jax.value_and_grad(loss_of)(layers, key, batch)
+        value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
         updates, moments = optimizer.update(gradients, moments, layers)
         layers = optax.apply_updates(layers, updates)
         if proximal is not None:
-            layers = trees(proximal(like_flats(layers, params), step_size))
+            layers = proximal(layers, step_size)
         return layers, moments, total + value
 
+    # An SGD step on the vector would copy it twice more: into slices for the network,
+    # and out of them for the gradient.
     layers = trees(params)
     start = (layers, optimizer.init(layers), jnp.zeros(()))
     layers, _, total = fold_minibatches(key, data, training, step, start)

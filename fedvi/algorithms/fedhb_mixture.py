@@ -222,8 +222,7 @@ def train(task: Task, training, options: FedHBMixture, key, round, server, start
     near = server._replace(prototypes=trees(server.prototypes))
 
     def loss(key, params, batch):
-        # Layers: two vectors' gradients would be two more copies of the weights.
-        params = {"head": server.head, **trees(params)}
+        params = {"head": server.head, **params}
         fit = classification_loss(task.model, params, batch)
         return fit + penalty(options, near, params["body"], data.size)
 

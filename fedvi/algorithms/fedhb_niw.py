@@ -216,8 +216,7 @@ def train(
     centre, weights = trees((server.posterior.mean, weights))
 
     def loss(key, params, batch):
-        # Layers: two vectors' gradients would be two more copies of the weights.
-        params = {"head": server.head, **trees(params)}
+        params = {"head": server.head, **params}
         value = spiky_loss(task.model, options, key, params, batch)
         return (
             value if joint else value + quadratic_pull(params["body"], centre, weights)

@@ -13,7 +13,6 @@ from fedvi.algorithms.common import (
 )
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
-from fedvi.flat import trees
 from fedvi.local import minimise
 from fedvi.options import Options, option
 
@@ -42,7 +41,6 @@ def fedprox(task: Task, options: FedProx) -> Algorithm:
 
     def client_update(key, round, server, client, data):
         def loss(key, params, batch):
-            params = trees(params)  # two vectors' gradients would be two more copies
             proximal = quadratic_pull(params, server.params, options.mu)
             return classification_loss(task.model, params, batch) + proximal
 
