@@ -87,12 +87,13 @@ def test_server_updates_move_what_their_closed_forms_read_and_write(tmp_path):
     body, head, gate = 785 * 5, 6 * 10, 6 * 2
     scalars = 3 * 4
     arrays = {
-        # θ and Σ n θ read, θ written.
+        # θ and Σ n Δ read, θ written.
         "fedavg": 3 * (body + head),
-        # m_0, Σ m, Σ m² read, m_0 and V_0 written; the head is frozen.
+        # m_0, Σ δ, Σ δ² read, m_0 and V_0 written; the head is frozen.
         "fedhb_niw": 5 * body,
-        # Two prototypes and their sums read, prototypes written; the gate's mean.
-        "fedhb_mixture": 3 * 2 * body + 2 * body,
+        # Two prototypes and their sums read, prototypes written; and the same of the
+        # gate's body, which moves by the mean difference.
+        "fedhb_mixture": 3 * 2 * body + 3 * body,
         # μ, ρ and both moments read, μ and ρ written.
         "pfedbayes": 6 * (body + head),
     }
