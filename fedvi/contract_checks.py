@@ -239,7 +239,12 @@ def _check_assign(found):
 
 
 def _one_client(data):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), data)
+    # NumPy's int64 labels are int32 for JAX, which jax 0.12 warns of.
+    def one(a):
+        dtype = jax.dtypes.canonicalize_dtype(a.dtype)
+        return jax.ShapeDtypeStruct(a.shape[1:], dtype)
+
+    return jax.tree.map(one, data)
 
 
 def _as_output(output: Any) -> ClientOutput | None:
