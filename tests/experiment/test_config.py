@@ -99,7 +99,7 @@ def test_the_method_names_a_selection_that_is_not_uniform():
 
 
 def test_a_fraction_may_be_too_small_for_methods_that_do_not_ask():
-    """Whether it matters shows when the experiment is set up (test_client_selection)."""
+    """Whether it matters shows when the experiment is set up."""
     ExperimentConfig(clients=5, fraction=0.1).validate()
 
 
