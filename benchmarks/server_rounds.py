@@ -68,9 +68,9 @@ def measure_rounds(methods: list[str]) -> dict[str, dict[str, Any]]:
     times = {name: [] for name in systems}
     for _ in range(1 + FLAGS.rounds):
         for name, federation in systems.items():
-            round = partial(federation.round, states[name])
+            round_index = partial(federation.round, states[name])
             (states[name], metrics), taken = timed(
-                lambda round=round: jax.block_until_ready(round())
+                lambda round_index=round_index: jax.block_until_ready(round_index())
             )
             times[name].append(taken)
             if metrics.failed.any():

@@ -165,14 +165,15 @@ def send_all(server: Server) -> Server:
 
 
 class Algorithm(NamedTuple):
-    """A federated algorithm. `key` is always a typed PRNG key, `round` a scalar int32.
+    """A federated algorithm. `key` is a typed PRNG key, `round_index` a scalar int32.
 
     Attributes:
       name: for logs and tables.
       init: `(key) -> server`, the global variational parameters.
-      client_update: `(key, round, server, client, data) -> ClientOutput`; `server`
-        is what `broadcast` lets through, `data` one client's padded `ClientData`.
-      server_update: `(key, round, server, aggregate) -> server`.
+      client_update: `(key, round_index, server, client, data) -> ClientOutput`;
+        `server` is what `broadcast` lets through, `data` one client's padded
+        `ClientData`.
+      server_update: `(key, round_index, server, aggregate) -> server`.
       global_predictive: `(key, server, x, mask) -> log-probabilities
         [samples, batch, classes]` of the Monte-Carlo samples of the global model;
         x `[batch, ...]` raw, mask `[batch]` bool marks real examples.

@@ -69,7 +69,7 @@ def check(
             "builder returns one"
         )
     checks.one_of("reduce", algorithm.reduce, ("sum", "stack"))
-    key, round = jax.random.key(0), jnp.int32(0)
+    key, round_index = jax.random.key(0), jnp.int32(0)
     data = _one_client(train)
     server = _shapes("init", algorithm.init, key)
     down = _shapes("broadcast", algorithm.broadcast, server)
@@ -78,7 +78,7 @@ def check(
         "client_update",
         lambda *args: _as_output(algorithm.client_update(*args)),
         key,
-        round,
+        round_index,
         down,
         client,
         data,
@@ -94,7 +94,7 @@ def check(
     after = _shapes(
         "server_update",
         lambda server, *sent: algorithm.server_update(
-            key, round, server, _aggregate(population, *sent)
+            key, round_index, server, _aggregate(population, *sent)
         ),
         server,
         output,

@@ -30,18 +30,18 @@ class Purpose(enum.IntEnum):
     ENCODE = 10
 
 
-def derive(root, purpose: Purpose, round=0, client_id=0):
-    """Returns `fold_in(fold_in(fold_in(root, purpose), round), client_id)`.
+def derive(root, purpose: Purpose, round_index=0, client_id=0):
+    """Returns `fold_in(fold_in(fold_in(root, purpose), round_index), client_id)`.
 
     Args:
       root: typed PRNG key of the run.
       purpose: what the key is for.
-      round: round number, Python or traced integer.
+      round_index: round number, Python or traced integer.
       client_id: the client's number in the population (not its place in the
         cohort), Python or traced integer.
     """
     key = jax.random.fold_in(root, int(purpose))
-    return jax.random.fold_in(jax.random.fold_in(key, round), client_id)
+    return jax.random.fold_in(jax.random.fold_in(key, round_index), client_id)
 
 
 def is_key(leaf: Any) -> bool:

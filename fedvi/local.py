@@ -75,12 +75,12 @@ class LocalTraining(NamedTuple):
         if not callable(self.learning_rate):
             checks.positive("learning_rate", self.learning_rate)
 
-    def learning_rate_at(self, round):
+    def learning_rate_at(self, round_index):
         """The learning rate in a round."""
         rate = self.learning_rate
-        return rate(round) if callable(rate) else rate
+        return rate(round_index) if callable(rate) else rate
 
-    def optimizer_at(self, round) -> optax.GradientTransformation:
+    def optimizer_at(self, round_index) -> optax.GradientTransformation:
         """The optimiser, with this round's learning rate.
 
         Its moments may be kept over rounds: the rate is no part of them.
@@ -89,7 +89,7 @@ class LocalTraining(NamedTuple):
           ValueError: as `check`.
         """
         self.check()
-        rate = self.learning_rate_at(round)
+        rate = self.learning_rate_at(round_index)
         if self.optimizer == "sgd":
             return optax.sgd(rate, self.momentum or None)
         if callable(self.optimizer):
@@ -249,7 +249,7 @@ def fold_minibatches(
 
 def minimise(
     key,
-    round,
+    round_index,
     params,
     data,
     training: LocalTraining,
@@ -260,7 +260,7 @@ def minimise(
 
     Args:
       key: typed PRNG key.
-      round: scalar, for the learning-rate schedule.
+      round_index: scalar, for the learning-rate schedule.
       params: pytree to train.
       data: one client's `ClientData`.
       training: hyper-parameters.
@@ -282,8 +282,8 @@ def minimise(
         raise ValueError(
             f"optimizer={training.optimizer!r} has no proximal step: use 'sgd'"
         )
-    optimizer = training.optimizer_at(round)
-    step_size = training.learning_rate_at(round) / (1 - training.momentum)
+    optimizer = training.optimizer_at(round_index)
+    step_size = training.learning_rate_at(round_index) / (1 - training.momentum)
 
     def step(key, carry, batch):
         layers, moments, total = carry

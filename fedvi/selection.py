@@ -52,8 +52,8 @@ class Selection(NamedTuple):
     Attributes:
       clients: number of clients of the federation.
       size: cohort size N_f, static.
-      select: `(key, round, scores, counts) -> (ids [size] int32, all different, Choice
-        or ())`. Where `measure` is given, `scores` is `[clients]`, NaN where a
+      select: `(key, round_index, scores, counts) -> (ids [size] int32, all different,
+        Choice or ())`. Where `measure` is given, `scores` is `[clients]`, NaN where a
         client's report was not finite, and `counts` `[clients]` bool marks the clients
         with data; else both are None.
       measure: name of the algorithm's `importance` that the rule goes by, of which
@@ -102,7 +102,7 @@ def full(clients: int, candidates: Candidates = None) -> Selection:
     """
     ids = _ids(clients, candidates)
 
-    def select(key, round, scores, counts):
+    def select(key, round_index, scores, counts):
         return jnp.asarray(ids), ()
 
     return Selection(clients, len(ids), select, candidates=ids)
@@ -126,7 +126,7 @@ def uniform(
     if participants == len(ids):
         return full(clients, ids)
 
-    def select(key, round, scores, counts):
+    def select(key, round_index, scores, counts):
         return jax.random.permutation(key, jnp.asarray(ids))[:participants], ()
 
     return Selection(clients, participants, select, candidates=ids)
@@ -148,8 +148,8 @@ def round_robin(clients: int, participants: int, order: Candidates = None) -> Se
     ids = _ids(clients, order, participants)
     turns = np.asarray(ids if order is None else order, np.int32)
 
-    def select(key, round, scores, counts):
-        places = round * participants + jnp.arange(participants)
+    def select(key, round_index, scores, counts):
+        places = round_index * participants + jnp.arange(participants)
         return jnp.asarray(turns)[places % len(turns)], ()
 
     return Selection(clients, participants, select, candidates=ids)
@@ -203,7 +203,7 @@ def proportional(
         raise ValueError(f"floor={floor!r} must lie in [0, 1]")
     allowed = np.isin(np.arange(clients), ids)
 
-    def select(key, round, scores, counts):
+    def select(key, round_index, scores, counts):
         present = allowed & counts
         valid = present & jnp.isfinite(scores)
         choice, log_p = _choose(scores, valid, present, temperature, floor)

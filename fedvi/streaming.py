@@ -210,8 +210,8 @@ class StreamedFederation(BaseFederation):
 
         def commit(kept: _Kept, state: State):
             kept.check(state)
-            key, round = _place(state)
-            kept.store.commit({"key": key, "round": round})
+            key, round_index = _place(state)
+            kept.store.commit({"key": key, "round": round_index})
             everyone.append(kept.store)
             return ()
 
@@ -227,14 +227,14 @@ class StreamedFederation(BaseFederation):
         """Shapes and types of a state; nothing is compiled."""
         lead = () if runs is None else (runs,)
         key = jax.ShapeDtypeStruct(lead, jax.eval_shape(jax.random.key, 0).dtype)
-        round = jax.ShapeDtypeStruct(lead, jnp.int32)
+        round_index = jax.ShapeDtypeStruct(lead, jnp.int32)
         server = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype),
             self.messages.server,
         )
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._whole),
-            State(server, (), round, key),
+            State(server, (), round_index, key),
         )
 
     # One run.
@@ -458,19 +458,19 @@ class _Kept:
         """Raises `ValueError` unless the states in the store belong to `state`."""
         if not self.store.keeps:
             return
-        key, round = _place(state)
-        if self.store.pick({"key": key, "round": round}):
-            self.at = key, round
-        if self.at is None and round > 0:
+        key, round_index = _place(state)
+        if self.store.pick({"key": key, "round": round_index}):
+            self.at = key, round_index
+        if self.at is None and round_index > 0:
             raise ValueError(
-                f"state is that after round {round}, but the store holds no clients' "
-                "states: give the folder that they were committed to"
+                f"state is that after round {round_index}, but the store holds no "
+                "clients' states: give the folder that they were committed to"
             )
-        if self.at in (None, (key, round)):
+        if self.at in (None, (key, round_index)):
             return
         run = "this run" if key == self.at[0] else "a run of another key"
         raise ValueError(
-            f"state is that after round {round}, but the clients' states in the "
+            f"state is that after round {round_index}, but the clients' states in the "
             f"store are those of {run} after round {self.at[1]}: give the state that "
             "belongs to them, or another store"
         )

@@ -90,19 +90,19 @@ def test_a_killed_run_finds_what_was_last_committed(tmp_path):
 def test_a_commit_that_was_not_settled_can_be_taken_back(tmp_path, kept):
     """Killed between the two: whoever opens the folder says which one holds."""
     store = ClientStore(LIKE, 20, tmp_path)
-    for round in (1, 2):
-        store.write(np.arange(3), states_of(np.full(3, round)))
-        store.commit({"round": round})
+    for round_index in (1, 2):
+        store.write(np.arange(3), states_of(np.full(3, round_index)))
+        store.commit({"round": round_index})
     again = ClientStore(LIKE, 20, tmp_path)
-    round = 2 if kept == "the last" else 1
-    assert again.pick({"round": round}) == (round == 1)
-    check(again, dict.fromkeys(range(3), round), 20)
-    assert not again.pick({"round": 3 - round})  # the other one is gone
+    round_index = 2 if kept == "the last" else 1
+    assert again.pick({"round": round_index}) == (round_index == 1)
+    check(again, dict.fromkeys(range(3), round_index), 20)
+    assert not again.pick({"round": 3 - round_index})  # the other one is gone
     for value in (5, 6):
         again.write(np.arange(3), states_of(np.full(3, value)))
         again.rollback()
-        check(again, dict.fromkeys(range(3), round), 20)
-    check(ClientStore(LIKE, 20, tmp_path), dict.fromkeys(range(3), round), 20)
+        check(again, dict.fromkeys(range(3), round_index), 20)
+    check(ClientStore(LIKE, 20, tmp_path), dict.fromkeys(range(3), round_index), 20)
 
 
 def test_slots_are_used_again_after_a_commit(tmp_path):

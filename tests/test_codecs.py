@@ -167,13 +167,13 @@ def test_an_unknown_codec_names_those_there_are():
 def vectors(reduce: str = "sum", poisoned: int | None = None) -> Algorithm:
     """Clients upload the same 100 numbers; one of size `poisoned`, a NaN too."""
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         values = jnp.linspace(-1, 1, 100) / 3
         if poisoned is not None:
             values = values.at[40].set(jnp.where(data.size == poisoned, jnp.nan, 0))
         return ClientOutput(values, 1.0)
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         if reduce == "stack":
             return server.at[aggregate.client_ids].set(aggregate.uploads)
         return aggregate.mean()[None].repeat(7, 0)
@@ -272,7 +272,7 @@ def test_statistics_are_made_of_what_arrives(train, test):
     """A bound of the codec on the upload bounds its square too, at the server."""
     algorithm = vectors()._replace(
         statistics=lambda server, upload: {"x": upload, "xx": upload**2},
-        server_update=lambda key, round, server, aggregate: jnp.tile(
+        server_update=lambda key, round_index, server, aggregate: jnp.tile(
             aggregate.mean()["xx"] - aggregate.mean()["x"] ** 2, (7, 1)
         ),
     )

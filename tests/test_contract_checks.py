@@ -40,16 +40,16 @@ def importance(score=lambda server, reports, counts: reports["size"] * 1.0):
 def test_slips_are_named(task, train, test):
     good, personal = fedavg(task), local_only(task)
 
-    def no_output(key, round, server, client, data):
+    def no_output(key, round_index, server, client, data):
         return server.params
 
-    def forgets_client(key, round, server, client, data):
+    def forgets_client(key, round_index, server, client, data):
         return ClientOutput((), 1.0)
 
-    def half(key, round, server, aggregate):
+    def half(key, round_index, server, aggregate):
         return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), server)
 
-    def other_state(key, round, server, aggregate):
+    def other_state(key, round_index, server, aggregate):
         return server.params
 
     def no_samples(key, server, x, mask):
@@ -61,7 +61,7 @@ def test_slips_are_named(task, train, test):
     def cluster_of_floats(key, server, client, data):
         return jnp.zeros(2), server
 
-    def counts(key, round, server, client, data):
+    def counts(key, round_index, server, client, data):
         return ClientOutput({"n": data.size}, 1.0)
 
     for algorithm, message in (
@@ -146,7 +146,7 @@ def test_it_tells_what_is_sent(task, train, test):
     algorithm = broken(
         fedavg(task),
         statistics=lambda server, upload: (upload, upload),
-        server_update=lambda key, round, server, aggregate: server,
+        server_update=lambda key, round_index, server, aggregate: server,
     )
     found = contract_checks.check(algorithm, train, test, 6)
     assert jax.tree.structure(found.summands) == jax.tree.structure((found.upload,) * 2)

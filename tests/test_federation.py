@@ -23,7 +23,7 @@ TRACES = Counter()
 def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
     """Clients upload the mean of their first feature and count their visits."""
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         TRACES["client_update"] += 1
         real = jnp.arange(data.y.shape[0]) < data.size
         value = jnp.where(real, data.x[:, 0], 0).sum() / data.size
@@ -33,7 +33,7 @@ def mean_of_data(poisoned: int | None = None, reduce: str = "sum") -> Algorithm:
         client["key"] = jax.random.fold_in(client["key"], 1)
         return ClientOutput(value, data.size, client, {"value": value})
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         if reduce == "stack":
             total = (aggregate.uploads * aggregate.weight).sum()
             return total / aggregate.weight.sum()
@@ -73,7 +73,7 @@ def number_clients(state):
 
 def fixed(ids) -> Selection:
     ids = jnp.asarray(ids, jnp.int32)
-    return Selection(7, len(ids), lambda key, round, scores, counts: (ids, ()))
+    return Selection(7, len(ids), lambda key, round_index, scores, counts: (ids, ()))
 
 
 def numpy_mean(train, ids):
@@ -114,7 +114,9 @@ def test_a_client_with_nan_is_left_out_and_reported(train, test, reduce):  # C16
 
 def test_states_of_absent_clients_survive_unchanged(train, test):  # C7
     cohorts = jnp.array([[2, 0], [1, 0], [2, 1]])
-    selection = Selection(7, 2, lambda key, round, scores, counts: (cohorts[round], ()))
+    selection = Selection(
+        7, 2, lambda key, round_index, scores, counts: (cohorts[round_index], ())
+    )
     federation = Federation(mean_of_data(), train, test, selection=selection)
     start = federation.init(jax.random.key(0))
     before = jax.device_get(jax.random.key_data(start.clients["key"]))
@@ -159,9 +161,9 @@ def test_rounds_equals_round_after_round(train, test, task):
     federation = Federation(fedavg(task), train, test, selection=uniform(7, 3))
     scanned, metrics = federation.rounds(federation.init(jax.random.key(0)), 3)
     stepped = federation.init(jax.random.key(0))
-    for round in range(3):
+    for round_index in range(3):
         stepped, one = federation.round(stepped)
-        np.testing.assert_array_equal(one.client_ids, metrics.client_ids[round])
+        np.testing.assert_array_equal(one.client_ids, metrics.client_ids[round_index])
     assert len(np.unique(metrics.client_ids, axis=0)) > 1
     jax.tree.map(
         np.testing.assert_array_equal, scanned._replace(key=0), stepped._replace(key=0)
@@ -409,7 +411,7 @@ def by_size(key, server, client, data):
 def test_a_selection_may_go_by_importance(train, test):
     """Its rule gets every client's score, and who holds data; its choice is kept."""
 
-    def select(key, round, scores, counts):
+    def select(key, round_index, scores, counts):
         return jnp.argsort(-scores)[:2].astype(jnp.int32), (scores, counts)
 
     selection = Selection(7, 2, select, measure="size")
@@ -477,7 +479,7 @@ def test_what_the_score_sees_of_an_unusable_report_is_zero(train, test):
     seen = Selection(
         7,
         1,
-        lambda key, round, scores, counts: (jnp.zeros(1, jnp.int32), scores),
+        lambda key, round_index, scores, counts: (jnp.zeros(1, jnp.int32), scores),
         measure="size",
     )
 
@@ -498,7 +500,7 @@ def test_reports_have_keys_of_round_and_client(train, test):
     def report(key, server, client, data):
         return jax.random.uniform(key)
 
-    def select(key, round, scores, counts):
+    def select(key, round_index, scores, counts):
         return jnp.zeros(1, jnp.int32), scores
 
     selection = Selection(7, 1, select, measure="size")
@@ -575,7 +577,7 @@ def test_a_cohort_of_weight_zero_changes_nothing(train, test):
 def test_the_population_is_who_may_take_part(train, test, reduce):
     """Client 4 is empty; 0, 2 and 6 stay out."""
     algorithm = mean_of_data(reduce=reduce)._replace(
-        server_update=lambda key, round, server, aggregate: jnp.float32(
+        server_update=lambda key, round_index, server, aggregate: jnp.float32(
             aggregate.population
         )
     )

@@ -7,9 +7,9 @@ from fedvi.keys import Purpose, derive
 def test_keys_differ_by_purpose_round_and_client():
     root = jax.random.key(0)
     keys = [
-        derive(root, purpose, round, client)
+        derive(root, purpose, round_index, client)
         for purpose in Purpose
-        for round in range(3)
+        for round_index in range(3)
         for client in range(3)
     ]
     data = np.array([jax.random.key_data(key) for key in keys])

@@ -119,7 +119,7 @@ def test_padded_sgd_equals_unpadded_numpy(size):  # C12
 
 
 def test_learning_rate_may_depend_on_the_round():
-    training = LocalTraining(learning_rate=lambda round: 0.1 / (1 + round))
+    training = LocalTraining(learning_rate=lambda round_index: 0.1 / (1 + round_index))
     assert training.learning_rate_at(4) == pytest.approx(0.02)
 
 
@@ -300,11 +300,12 @@ def test_the_moments_do_not_depend_on_the_rate():
     """A schedule's rate belongs to the step: moments may be kept over rounds."""
     for optimizer in ("adagrad", "rmsprop"):
         training = LocalTraining(
-            learning_rate=lambda round: 0.1 * 0.5**round, optimizer=optimizer
+            learning_rate=lambda round_index: 0.1 * 0.5**round_index,
+            optimizer=optimizer,
         )
         steps, moments = [], []
-        for round in (0, 2):
-            transform = training.optimizer_at(round)
+        for round_index in (0, 2):
+            transform = training.optimizer_at(round_index)
             state = transform.init(jnp.zeros(1))
             step, state = transform.update(jnp.full(1, 3.0), state)
             steps.append(float(step[0]))

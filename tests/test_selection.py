@@ -10,9 +10,9 @@ import pytest
 from fedvi.selection import full, proportional, round_robin, uniform
 
 
-def chosen(selection, key, round=0):
+def chosen(selection, key, round_index=0):
     """Ids of a rule that looks at nobody's importance."""
-    ids, choice = selection.select(key, round, None, None)
+    ids, choice = selection.select(key, round_index, None, None)
     assert choice == ()
     return ids
 
@@ -91,7 +91,7 @@ def test_round_robin_gives_everyone_a_turn_over_and_over():
 
 def test_round_robin_may_be_traced():
     selection = round_robin(4, 1, [2, 0, 3])
-    ids = jax.jit(lambda round: chosen(selection, jax.random.key(0), round))
+    ids = jax.jit(lambda round_index: chosen(selection, jax.random.key(0), round_index))
     assert [int(ids(jnp.int32(r))[0]) for r in range(4)] == [2, 0, 3, 2]
     assert ids(jnp.int32(0)).dtype == jnp.int32
 

@@ -22,7 +22,7 @@ def counting(poisoned: int = -1, reduce: str = "sum") -> Algorithm:
     key of its own.
     """
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         visits = client["visits"] + 1
         noise = jax.random.uniform(client["key"])
         value = data.x[:, 0].sum() * visits + noise + 0.1 * server
@@ -30,7 +30,7 @@ def counting(poisoned: int = -1, reduce: str = "sum") -> Algorithm:
         client = {**client, "visits": visits, "key": jax.random.fold_in(key, 1)}
         return ClientOutput(value, data.size, client, {"value": value})
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         if reduce == "stack":
             weights = aggregate.weight / aggregate.weight.sum()
             return (aggregate.uploads * weights).sum()

@@ -126,7 +126,7 @@ def free_energy(
 
 def alternate(
     key,
-    round,
+    round_index,
     data,
     training: LocalTraining,
     personal: Learner,
@@ -142,7 +142,7 @@ def alternate(
 
     Args:
       key: typed PRNG key.
-      round: scalar, for the learning-rate schedule.
+      round_index: scalar, for the learning-rate schedule.
       data: one client's `ClientData`.
       training: minibatches and optimiser.
       personal: q.
@@ -156,8 +156,8 @@ def alternate(
       (q, w, mean over the minibatches of the objective before q's last step).
     """
     objective, divergence = energy
-    optimizer = training.optimizer_at(round)
-    w_optimizer = at_rate(training, global_learning_rate).optimizer_at(round)
+    optimizer = training.optimizer_at(round_index)
+    w_optimizer = at_rate(training, global_learning_rate).optimizer_at(round_index)
 
     def minibatch(key, carry, batch):
         q, w, total = carry
@@ -187,7 +187,7 @@ def at_rate(training: LocalTraining, rate: float | None) -> LocalTraining:
     """`training` at another learning rate, in all rounds; None: at its own."""
     if rate is None:
         return training
-    return training._replace(learning_rate=lambda round: rate)
+    return training._replace(learning_rate=lambda round_index: rate)
 
 
 def _descend(optimizer, learner: Learner, gradients) -> Learner:

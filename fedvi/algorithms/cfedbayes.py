@@ -74,10 +74,10 @@ def cfedbayes(task: Task, options: CFedBayes) -> Algorithm:
     def init_client(key, server):
         return one.init_client(key, _at(server, 0))
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         assign_key, train_key = jax.random.split(key)
         cluster, own = assign(assign_key, server, client, data)
-        output = one.client_update(train_key, round, own, client, data)
+        output = one.client_update(train_key, round_index, own, client, data)
         shares = {f"share_{k}": jnp.float32(cluster == k) for k in range(clusters)}
         return output._replace(
             upload={"cluster": cluster, "upload": output.upload},
@@ -91,10 +91,10 @@ def cfedbayes(task: Task, options: CFedBayes) -> Algorithm:
         placed = jax.tree.map(lambda s: jnp.multiply.outer(member, s), own)
         return {"members": member, "placed": placed}
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         def update(own, members, placed):
             mine = aggregate._replace(statistics=placed, weight=members)
-            new = one.server_update(key, round, own, mine)
+            new = one.server_update(key, round_index, own, mine)
             return optax.tree.where(members > 0, new, own)
 
         sums = aggregate.statistics

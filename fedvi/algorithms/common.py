@@ -148,9 +148,11 @@ def point_estimate(
     return Algorithm(name, init, client_update, server_update, **functions)
 
 
-def train_from(task: Task, key, round, params, data):
+def train_from(task: Task, key, round_index, params, data):
     """`task.training` of one client from `params`: (trained params, mean loss)."""
-    return minimise(key, round, params, data, task.training, plain_loss(task.model))
+    return minimise(
+        key, round_index, params, data, task.training, plain_loss(task.model)
+    )
 
 
 def finetune(task: Task, key, params, data):

@@ -89,14 +89,14 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
     # Two sets of each client: its own and, for the HIP, its report.
     posterior = particle_posterior(task.model, options, kept=2 * task.clients)
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         q = server.particles
         new, client, metrics = visit(
-            posterior, task.training, key, round, q, client, data
+            posterior, task.training, key, round_index, q, client, data
         )
         return ClientOutput(posterior.parts(new - q), 1.0, client, metrics)
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         return Server(server.particles + posterior.joined(aggregate.mean()))
 
     def report_scores(key, server, client, data):

@@ -116,7 +116,7 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
     family = mean_field_normal(options.nu, "exp")
     network = BayesianNetwork(task.model, family, options)
 
-    def infer(key, round, data, training, theta, steps):
+    def infer(key, round_index, data, training, theta, steps):
         """(φ, θ_i, mean data term) after a client's minibatches (Alg. 1, lines 6 to 9).
 
         `steps` on a minibatch: of φ, of θ.
@@ -124,38 +124,38 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
         energy = free_energy(network, options.kl_weight, data)
         fresh, rate = learner(theta, training), options.global_learning_rate
         phi, theta, value = alternate(
-            key, round, data, training, fresh, fresh, energy, steps, rate
+            key, round_index, data, training, fresh, fresh, energy, steps, rate
         )
         return phi.posterior, theta.posterior, value
 
-    def meta_learn(key, round, data, theta):
+    def meta_learn(key, round_index, data, theta):
         """(θ_i, mean data term): descent on the loss after adaptation."""
         objective, _ = free_energy(network, options.kl_weight, data)
         rate = options.inner_learning_rate
         if rate is None:
-            rate = task.training.learning_rate_at(round)
+            rate = task.training.learning_rate_at(round_index)
         loss = loss_after_adaptation(objective, options.personal_steps, rate)
         training = at_rate(task.training, options.global_learning_rate)
-        return minimise(key, round, theta, data, training, loss)
+        return minimise(key, round_index, theta, data, training, loss)
 
     def init(key):
         means = normal_init(task.model, key, options.init_std)
         return Server(family.init(in_one_piece(means)))
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         if options.theta_update == "meta":
-            sent, value = meta_learn(key, round, data, server.prior)
+            sent, value = meta_learn(key, round_index, data, server.prior)
         else:
             steps = (options.personal_steps, options.global_steps if alternates else 0)
             phi, theta, value = infer(
-                key, round, data, task.training, server.prior, steps
+                key, round_index, data, task.training, server.prior, steps
             )
             sent = theta if alternates else phi
         metrics = {"loss": value, "kl": family.kl(sent, server.prior)}
         moved = optax.tree.sub(sent, server.prior)
         return ClientOutput(moved, 1.0, metrics=metrics)
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         mean = aggregate.mean()
         return Server(averaged(family, options.average, server.prior, mean))
 

@@ -56,12 +56,12 @@ def fedavg(task: Task, options: FedAvg) -> Algorithm:
         params = task.model.init(key)
         return Server(params, optimizer.init(params))
 
-    def client_update(key, round, server, client, data):
-        params, value = train_from(task, key, round, server.params, data)
+    def client_update(key, round_index, server, client, data):
+        params, value = train_from(task, key, round_index, server.params, data)
         moved = optax.tree.sub(params, server.params)
         return ClientOutput(moved, data.size, metrics={"loss": value})
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         gradient = jax.tree.map(jnp.negative, aggregate.mean())
         updates, moments = optimizer.update(gradient, server.moments, server.params)
         return Server(optax.apply_updates(server.params, updates), moments)

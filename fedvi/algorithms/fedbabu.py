@@ -33,15 +33,17 @@ def fedbabu(task: Task, options: Options) -> Algorithm:
     """
     require_body(task, "fedbabu")
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         def loss(key, body, batch):
             return classification_loss(task.model, {**server, "body": body}, batch)
 
-        body, value = minimise(key, round, server["body"], data, task.training, loss)
+        body, value = minimise(
+            key, round_index, server["body"], data, task.training, loss
+        )
         moved = optax.tree.sub(body, server["body"])
         return ClientOutput(moved, 1.0, metrics={"loss": value})
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         return {**server, "body": optax.tree.add(server["body"], aggregate.mean())}
 
     return point_estimate(

@@ -117,17 +117,17 @@ def fedhb_mixture(task: Task, options: FedHBMixture) -> Algorithm:
         )
         return Server(prototypes, base["head"], gate_model.init(gate_key))
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         body_key, gate_key, start_key = jax.random.split(key, 3)
         start = {"body": start_body(task, options, start_key, server, data)}
         trained, value = train(
-            task, task.training, options, body_key, round, server, start, data
+            task, task.training, options, body_key, round_index, server, start, data
         )
         body = trained["body"]
         shares = mixture.responsibilities(body, server.prototypes, options.variance)
         nearest = jnp.argmax(shares).astype(jnp.int32)
         gate, gate_value = train_gate(
-            gate_model, task.training, gate_key, round, server.gate, nearest, data
+            gate_model, task.training, gate_key, round_index, server.gate, nearest, data
         )
         upload = {
             "nearest": nearest,
@@ -169,7 +169,7 @@ def fedhb_mixture(task: Task, options: FedHBMixture) -> Algorithm:
         init=init,
         client_update=client_update,
         statistics=statistics,
-        server_update=lambda key, round, server, aggregate: server_update(
+        server_update=lambda key, round_index, server, aggregate: server_update(
             options, server, aggregate
         ),
         global_predictive=global_predictive,
@@ -212,7 +212,9 @@ def total_loss(task: Task, key, params, data):
     return fold_minibatches(key, data, once, add, jnp.zeros(()))
 
 
-def train(task: Task, training, options: FedHBMixture, key, round, server, start, data):
+def train(
+    task: Task, training, options: FedHBMixture, key, round_index, server, start, data
+):
     """Descent of one client on Eq. 22: (trained params, mean loss).
 
     Args:
@@ -226,17 +228,17 @@ def train(task: Task, training, options: FedHBMixture, key, round, server, start
         fit = classification_loss(task.model, params, batch)
         return fit + penalty(options, near, params["body"], data.size)
 
-    return minimise(key, round, start, data, training, loss)
+    return minimise(key, round_index, start, data, training, loss)
 
 
-def train_gate(gate_model, training, key, round, gate, nearest, data):
+def train_gate(gate_model, training, key, round_index, gate, nearest, data):
     """SGD of the gate's body, every example labelled `nearest`: (body, mean loss)."""
 
     def loss(key, body, batch):
         labelled = batch._replace(y=jnp.full_like(batch.y, nearest))
         return classification_loss(gate_model, {**gate, "body": body}, labelled)
 
-    return minimise(key, round, gate["body"], data, training, loss)
+    return minimise(key, round_index, gate["body"], data, training, loss)
 
 
 def statistics(server: Server, upload: dict) -> dict:

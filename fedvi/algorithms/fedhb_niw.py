@@ -128,17 +128,17 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
         unseen = server_posterior(hyper, options, zeros, zeros, zeros)
         return Server(NIW(params["body"], unseen.scale), params["head"])
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         centre, weights = penalty(hyper, options, server, data)
         start = {"body": centre}
         trained, value = train(
-            task, task.training, options, key, round, server, start, weights, data
+            task, task.training, options, key, round_index, server, start, weights, data
         )
         left = quadratic_penalty(trained["body"], centre, weights)
         moved = optax.tree.sub(trained["body"], centre)
         return ClientOutput(moved, 1.0, metrics={"loss": value, "penalty": left})
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         # Σ over all N clients, estimated from the N_f participants (Alg. 3).
         to_population = hyper.clients / aggregate.participants
         sums = optax.tree.scale(to_population, aggregate.statistics)
@@ -200,7 +200,7 @@ def train(
     training: LocalTraining,
     options: FedHBNIW,
     key,
-    round,
+    round_index,
     server: Server,
     start: dict,
     weights,
@@ -227,7 +227,7 @@ def train(
         return {**params, "body": body}
 
     return minimise(
-        key, round, start, data, training, loss, proximal if joint else None
+        key, round_index, start, data, training, loss, proximal if joint else None
     )
 
 

@@ -39,12 +39,14 @@ def fedprox(task: Task, options: FedProx) -> Algorithm:
     the mean of f_i over the steps; `penalty`, the second term after the last of them.
     """
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         def loss(key, params, batch):
             proximal = quadratic_pull(params, server.params, options.mu)
             return classification_loss(task.model, params, batch) + proximal
 
-        params, value = minimise(key, round, server.params, data, task.training, loss)
+        params, value = minimise(
+            key, round_index, server.params, data, task.training, loss
+        )
         penalty = quadratic_penalty(params, server.params, options.mu)
         moved = optax.tree.sub(params, server.params)
         metrics = {"loss": value, "penalty": penalty}

@@ -66,13 +66,15 @@ def parallel_dsvgd(task: Task, options: ParallelDSVGD) -> Algorithm:
         particles = posterior.init(key)
         return Server(particles, particles)
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         q = server.particles
-        _, client, metrics = visit(posterior, training, key, round, q, client, data)
+        _, client, metrics = visit(
+            posterior, training, key, round_index, q, client, data
+        )
         return ClientOutput(posterior.parts(client.particles), 1.0, client, metrics)
 
-    def server_update(key, round, server, aggregate):
-        optimizer = training.optimizer_at(round)
+    def server_update(key, round_index, server, aggregate):
+        optimizer = training.optimizer_at(round_index)
 
         def step(_, carry):
             q, moments = carry

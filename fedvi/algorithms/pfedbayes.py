@@ -152,10 +152,10 @@ def pfedbayes_of(
     if options.upload == "localised":
         require_moving("zeta", options.zeta, "upload='localised'")
 
-    def train(key, round, data, training, q, w, steps, complete=lambda q: q):
+    def train(key, round_index, data, training, q, w, steps, complete=lambda q: q):
         energy = free_energy(network, options.zeta, data, kl, complete)
         rate = options.global_learning_rate
-        return alternate(key, round, data, training, q, w, energy, steps, rate)
+        return alternate(key, round_index, data, training, q, w, energy, steps, rate)
 
     def init(key):
         means = normal_init(network.model, key, options.init_std)
@@ -167,7 +167,7 @@ def pfedbayes_of(
         fresh = learner(join(server.posterior, server.newcomer), task.training)
         return Client(fresh, server.newcomer, fresh.moments, jnp.zeros((), jnp.int32))
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         prior, q = join(server.posterior, client.prior), client.personal.posterior
         if options.start == "broadcast":
             q = join(server.posterior, own(q))
@@ -175,7 +175,7 @@ def pfedbayes_of(
         restart = (client.updates == 0) | (options.start in ("global", "prior"))
         personal, localised, value = train(
             key,
-            round,
+            round_index,
             data,
             task.training,
             client.personal._replace(posterior=optax.tree.where(restart, prior, q)),
@@ -189,7 +189,7 @@ def pfedbayes_of(
         metrics = {"loss": value, "kl": family.kl(personal.posterior, prior)}
         return ClientOutput(upload, 1.0, state, metrics)
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         old = server.posterior
         new = averaged(family, options.average, old, aggregate.mean())
         moved = optax.tree.sub(new, old)

@@ -22,15 +22,15 @@ def local_only(task: Task, options: Options) -> Algorithm:
     "global" model is the untrained initialisation, a chance-level line.
     """
 
-    def client_update(key, round, server, client, data):
-        params, value = train_from(task, key, round, client, data)
+    def client_update(key, round_index, server, client, data):
+        params, value = train_from(task, key, round_index, client, data)
         return ClientOutput((), 1.0, params, {"loss": value})
 
     return fedavg(task)._replace(
         name="local_only",
         init_client=lambda key, server: server.params,
         client_update=client_update,
-        server_update=lambda key, round, server, aggregate: server,
+        server_update=lambda key, round_index, server, aggregate: server,
         personalise=lambda key, server, client, data: finetune(task, key, client, data),
         broadcast=lambda server: (),
     )
@@ -45,14 +45,16 @@ def centralised(task: Task, options: Options) -> Algorithm:
     stack, not a sum: memory grows with the cohort.
     """
 
-    def server_update(key, round, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         pooled = pool(aggregate.uploads)
-        params, _ = train_from(task, key, round, server.params, pooled)
+        params, _ = train_from(task, key, round_index, server.params, pooled)
         return server._replace(params=params)
 
     return fedavg(task)._replace(
         name="centralised",
-        client_update=lambda key, round, server, client, data: ClientOutput(data, 1.0),
+        client_update=lambda key, round_index, server, client, data: ClientOutput(
+            data, 1.0
+        ),
         server_update=server_update,
         broadcast=lambda server: (),
         reduce="stack",

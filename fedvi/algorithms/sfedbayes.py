@@ -86,9 +86,9 @@ def sfedbayes(task: Task, options: SFedBayes) -> Algorithm:
     network = BayesianNetwork(task.model, family, options)
     algorithm = pfedbayes_of("sfedbayes", task, network)
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         train_key, gate_key = jax.random.split(key)
-        output = algorithm.client_update(train_key, round, server, client, data)
+        output = algorithm.client_update(train_key, round_index, server, client, data)
         posterior = output.client.personal.posterior
         metrics = dict(output.metrics)
         metrics["inclusion"] = _mean(spike_and_slab.inclusion(posterior))

@@ -98,17 +98,19 @@ def stein_algorithm(
     )
 
 
-def visit(posterior, training: LocalTraining, key, round, q, client: Client, data):
+def visit(
+    posterior, training: LocalTraining, key, round_index, q, client: Client, data
+):
     """Both loops of a client: (new q, new client, metrics)."""
-    new, metrics = global_loop(posterior, training, key, round, q, client, data)
+    new, metrics = global_loop(posterior, training, key, round_index, q, client, data)
     steps = posterior.options.local_loop_steps or num_steps(data.size, training)
-    t = local_loop(posterior, training, round, new, q, client, steps)
+    t = local_loop(posterior, training, round_index, new, q, client, steps)
     return new, Client(t, jnp.ones((), jnp.int32)), metrics
 
 
-def global_loop(posterior, training: LocalTraining, key, round, q, client, data):
+def global_loop(posterior, training: LocalTraining, key, round_index, q, client, data):
     """Eq. 13: (particles of the tilted density, metrics)."""
-    optimizer = training.optimizer_at(round)
+    optimizer = training.optimizer_at(round_index)
 
     def step(key, carry, batch):
         particles, moments, totals = carry
@@ -129,11 +131,13 @@ def global_loop(posterior, training: LocalTraining, key, round, q, client, data)
     return particles, optax.tree.scale(1.0 / steps, totals)
 
 
-def local_loop(posterior, training: LocalTraining, round, new, old, client, steps):
+def local_loop(
+    posterior, training: LocalTraining, round_index, new, old, client, steps
+):
     """Eq. 14: particles of t_k · q_new / q_old (Eq. 7)."""
     if posterior.options.kde == "off":
         return client.particles
-    optimizer = training.optimizer_at(round)
+    optimizer = training.optimizer_at(round_index)
     density = posterior.density_scores
 
     def step(_, carry):

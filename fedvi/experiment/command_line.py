@@ -223,9 +223,9 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             if field.name not in ("algorithm", "options"):
-                hint, help = hints[field.name], field.metadata["help"]
+                hint, text = hints[field.name], field.metadata["help"]
                 choices = choices_of(field, hint)
-                _define_one(field.name, hint, choices, field.default, help, flag_values)
+                _define_one(field.name, hint, choices, field.default, text, flag_values)
     flags.DEFINE(
         _AlgorithmsParser(),
         "algorithm",
@@ -351,25 +351,25 @@ def _define_one(
     hint: Any,
     choices: Sequence[str] | None,
     default: Any,
-    help: str,
+    text: str,
     flag_values: flags.FlagValues,
 ) -> None:
     """Defines the flag of one field or option from its annotation and choices."""
     kinds = kinds_of(hint)
     serializer = flags.ArgumentSerializer()
     if choices is not None and all(isinstance(choice, str) for choice in choices):
-        flags.DEFINE_enum(name, default, list(choices), help, flag_values=flag_values)
+        flags.DEFINE_enum(name, default, list(choices), text, flag_values=flag_values)
     elif kinds == (tuple,):
         parser = _NumberParser(typing.get_args(hint)[0], several=True)
         serializer = flags.CsvListSerializer(",")
-        flags.DEFINE(parser, name, default, help, flag_values, serializer)
+        flags.DEFINE(parser, name, default, text, flag_values, serializer)
     elif kinds == (bool,):
-        flags.DEFINE_boolean(name, default, help, flag_values=flag_values)
+        flags.DEFINE_boolean(name, default, text, flag_values=flag_values)
     elif kinds in ((int,), (float,)):
         parser = _NumberParser(kinds[0])
-        flags.DEFINE(parser, name, default, help, flag_values, serializer)
+        flags.DEFINE(parser, name, default, text, flag_values, serializer)
     elif str in kinds:
-        flags.DEFINE_string(name, default, help, flag_values=flag_values)
+        flags.DEFINE_string(name, default, text, flag_values=flag_values)
     else:
         raise ValueError(
             f"option {name} is annotated {hint}: use int, float, bool, str or a Literal"
@@ -405,11 +405,11 @@ def _define_option(
         meaning = field.metadata["help"].partition(". ")[0].rstrip(".")
         default = f"{name} ({'; '.join(filter(None, facts))})"
         algorithms_of.setdefault(meaning, []).append(default)
-    help = " ".join(
+    text = " ".join(
         f"Option of {', '.join(names)}: {meaning}."
         for meaning, names in algorithms_of.items()
     )
-    _define_one(option, hints[0], choices[0], None, help, flag_values)
+    _define_one(option, hints[0], choices[0], None, text, flag_values)
 
 
 def _flagfile_stem(argv: Sequence[str]) -> str | None:

@@ -305,18 +305,18 @@ class ExperimentConfig:
             yield end - done
             done = end
 
-    def is_final(self, round: int) -> bool:
+    def is_final(self, round_index: int) -> bool:
         """Whether a round, counted from 1, is one of the last `final_rounds`."""
-        return round > self.rounds - self.final_rounds
+        return round_index > self.rounds - self.final_rounds
 
-    def in_window(self, round: int) -> bool:
+    def in_window(self, round_index: int) -> bool:
         """Whether a round, counted from 1, is one of the last `window`."""
-        return round > self.rounds - self.window
+        return round_index > self.rounds - self.window
 
-    def personal_too(self, round: int) -> bool:
+    def personal_too(self, round_index: int) -> bool:
         """Whether the evaluation after a round includes the personalised models."""
-        regular = self.personal_every > 0 and round % self.personal_every == 0
-        return regular or self.is_final(round) or round == self.rounds
+        regular = self.personal_every > 0 and round_index % self.personal_every == 0
+        return regular or self.is_final(round_index) or round_index == self.rounds
 
     def validate(self) -> None:
         """Checks every field on its own and those that must agree.

@@ -217,13 +217,13 @@ class CsvFile:
             file.flush()
             os.fsync(file.fileno())
 
-    def drop_after(self, round: int) -> None:
+    def drop_after(self, round_index: int) -> None:
         """Drops the rows of later rounds, atomically; with -1 all, and the columns.
 
         A row that a kill cut short is dropped too.
         """
         columns, rows = self._read()
-        kept = [row for row in rows if int(row["round"]) <= round]
+        kept = [row for row in rows if int(row["round"]) <= round_index]
         if kept:
             self._replace(columns, kept)
         else:

@@ -23,7 +23,7 @@ MODELS = ("global", "personal")
 def evaluation_rows(
     experiment: Experiment,
     *,
-    round: int,
+    round_index: int,
     seeds: Sequence[int],
     metrics: RoundMetrics,
     scores: Mapping[str, Scores],
@@ -42,7 +42,7 @@ def evaluation_rows(
 
     Args:
       experiment: what is run.
-      round: rounds done.
+      round_index: rounds done.
       seeds: the seeds.
       metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row.
       scores: leaves `[seeds, clients, ...]`, numpy, of the `global` models and, where
@@ -58,7 +58,7 @@ def evaluation_rows(
     rows = []
     for index, seed in enumerate(seeds):
         row = {
-            "round": round,
+            "round": round_index,
             "seed": seed,
             "split": experiment.config.evaluated_on,
             "seconds": seconds,

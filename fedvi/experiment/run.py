@@ -339,7 +339,7 @@ class Session:
                 )
         evaluation = rows.evaluation_rows(
             self.experiment,
-            round=self.round,
+            round_index=self.round,
             seeds=self.seeds,
             metrics=metrics,
             scores=self.scores,

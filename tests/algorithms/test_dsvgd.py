@@ -365,8 +365,8 @@ def gaussian_recursion(widths, bandwidth, rounds, parallel):
     """
     prior, c = 0.1, bandwidth**2
     q, t = 1 / prior, [1 / prior, 1 / prior]
-    for round in range(rounds):
-        for k in (0, 1) if parallel else (round % 2,):
+    for round_index in range(rounds):
+        for k in (0, 1) if parallel else (round_index % 2,):
             new = 1 / (1 / (q + c) - 1 / (t[k] + c) + prior + widths[k])
             t[k] = 1 / (1 / (new + c) - 1 / (q + c) + 1 / (t[k] + c))
             q = q if parallel else new
@@ -418,12 +418,12 @@ def test_two_clients_arrive_at_the_posterior_of_all_data(
     data = [ClientData(x[k], np.full(4, k, np.int32), np.int32(4 - k)) for k in (0, 1)]
     server = algorithm.init(jax.random.key(1))
     clients = [algorithm.init_client(KEY, server)] * 2
-    for round in range(rounds):
-        for k in (0, 1) if parallel else (round % 2,):
+    for round_index in range(rounds):
+        for k in (0, 1) if parallel else (round_index % 2,):
             q, clients[k] = visit(bandwidth, server, clients[k], data[k])
         if parallel:
             uploads = jnp.stack([client.particles for client in clients])
-            server = update(KEY, round, server, aggregate(uploads, [1, 1]))
+            server = update(KEY, round_index, server, aggregate(uploads, [1, 1]))
         else:
             server = server._replace(particles=q)
     q = np.asarray(server.particles)

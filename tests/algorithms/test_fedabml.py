@@ -132,9 +132,9 @@ def test_meta_is_per_fedavgs_exact_gradient(
         mc_samples=1,
         eps_scale=0.0,
     )
-    round, alpha = 1, inner_rate or 0.1
+    round_index, alpha = 1, inner_rate or 0.1
     update = jax.jit(algorithm.client_update)
-    output = update(KEY, round, wide, (), data)
+    output = update(KEY, round_index, wide, (), data)
     precision = kl_weight / SIZE * np.exp(-2 * NU)
 
     @jax.jit
@@ -168,7 +168,7 @@ def test_meta_is_per_fedavgs_exact_gradient(
         np.testing.assert_array_equal(flat(arrived(wide, output).rho), NU)
     # Of a single example none is left to ask about, and θ stays.
     single = jax.tree.map(lambda leaf: jnp.asarray(leaf[3]), train)
-    still = update(KEY, round, wide, (), single).upload
+    still = update(KEY, round_index, wide, (), single).upload
     assert not flat(still).any()
 
 

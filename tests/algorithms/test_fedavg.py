@@ -71,7 +71,7 @@ def test_a_client_trains_at_the_rate_of_the_round(task, train):
     """A rate that falls to zero after round 3 leaves the client where it started."""
     falling = task._replace(
         training=task.training._replace(
-            learning_rate=lambda round: jnp.where(round < 3, 0.1, 0.0)
+            learning_rate=lambda round_index: jnp.where(round_index < 3, 0.1, 0.0)
         )
     )
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), train)

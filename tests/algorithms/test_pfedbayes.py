@@ -190,7 +190,9 @@ def test_averaging_parameters_extrapolates_their_mean(linear):
 def histories(adam, train, test):
     """(initial state, states after rounds 1, 2 and 3, metrics) of a set cohort."""
     cohorts = jnp.array([[0, 1], [1, 2], [0, 1]], jnp.int32)
-    selection = Selection(7, 2, lambda key, round, scores, counts: (cohorts[round], ()))
+    selection = Selection(
+        7, 2, lambda key, round_index, scores, counts: (cohorts[round_index], ())
+    )
     federation = Federation(pfedbayes(adam), train, test, selection=selection)
     state = federation.init(KEY)
     states, metrics = [], []

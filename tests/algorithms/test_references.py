@@ -20,7 +20,7 @@ def assert_close(a, b):
 def always(ids):
     """The same cohort in every round."""
     ids = jnp.array(ids, jnp.int32)
-    return Selection(7, len(ids), lambda key, round, scores, counts: (ids, ()))
+    return Selection(7, len(ids), lambda key, round_index, scores, counts: (ids, ()))
 
 
 def test_pooling_puts_every_real_example_first(train):

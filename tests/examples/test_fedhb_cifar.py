@@ -127,13 +127,13 @@ def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
         "--data_file=missing.npz": (1, "data_file 'missing.npz'"),
     }
     processes = [start(file, never, argument) for argument in mistakes]
-    help = start("--help")
+    asked = start("--help")
     for process, (code, message) in zip(processes, mistakes.values(), strict=True):
         found, _, errors = finish(process)
         assert found == code
         assert errors.startswith("error: ") and message in errors
         assert errors.count("\n") == 1
     assert not (folder / "never").exists()
-    _, output, _ = finish(help)
+    _, output, _ = finish(asked)
     for flag in ("--algorithm:", "--p_drop:", "--chunk_size:", "--name:"):
         assert flag in output

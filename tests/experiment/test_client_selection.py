@@ -96,7 +96,9 @@ def rows_of(run_dir, name=folder.SELECTION):
 def test_every_round_tells_how_its_cohort_was_chosen(straight):
     rows = rows_of(straight)
     places = [(row["round"], row["seed"]) for row in rows]
-    assert places == [(round, seed) for round in range(1, 7) for seed in (7, 8)]
+    assert places == [
+        (round_index, seed) for round_index in range(1, 7) for seed in (7, 8)
+    ]
     for row in rows:
         shares = [row[f"p_{k}"] for k in range(4)]
         first = row["round"] == 1

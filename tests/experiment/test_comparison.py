@@ -38,8 +38,8 @@ def runs(tmp_path):
         metrics = folder.CsvFile(run_dir / folder.METRICS)
         figures = {"accuracy": 50.0 + number, "nll": 1.0, "ece": 0.1}
         row = {f"global_{key}": value for key, value in figures.items()}
-        for round in (1, 2, 3):
-            metrics.append({"round": round, "seed": 0, **row})
+        for round_index in (1, 2, 3):
+            metrics.append({"round": round_index, "seed": 0, **row})
         folder.write_json(
             run_dir / folder.SUMMARY,
             {
@@ -86,9 +86,9 @@ def test_the_curves_come_from_each_runs_rows(runs, tmp_path, monkeypatch):
     )
     summaries = experiment.run_all(runs)
     assert [(row["method"], row["round"]) for row in drawn[0]] == [
-        (method, round)
+        (method, round_index)
         for method in ("fedavg", "fedavg:round_robin")
-        for round in (1, 2, 3)
+        for round_index in (1, 2, 3)
     ]
     assert drawn[0][-1]["global_accuracy"] == 51.0
     same = [summary | {"method": "fedavg"} for summary in summaries]

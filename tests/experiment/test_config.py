@@ -116,7 +116,7 @@ def test_participants_are_a_part_of_the_clients_that_train():
 
 def test_the_learning_rate_decays_after_half_and_three_quarters():
     schedule = ExperimentConfig(rounds=20).learning_rate_schedule()
-    rates = [float(schedule(round)) for round in range(20)]
+    rates = [float(schedule(round_index)) for round_index in range(20)]
     expected = [0.1] * 10 + [0.01] * 5 + [0.001] * 5
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
 
@@ -159,23 +159,29 @@ def test_few_blocks_have_to_be_compiled(final):
     config = ExperimentConfig(rounds=23, eval_every=5, final_rounds=final)
     assert sum(config.blocks()) == 23
     assert len(set(config.blocks())) <= 3
-    lasts = [round for round in rounds_of(config) if config.is_final(round)]
+    lasts = [
+        round_index for round_index in rounds_of(config) if config.is_final(round_index)
+    ]
     assert len(lasts) == final
 
 
 def test_personal_models_are_evaluated_in_the_last_rounds_too():
     config = ExperimentConfig(rounds=10, eval_every=2, personal_every=4, final_rounds=2)
-    chosen = [round for round in rounds_of(config) if config.personal_too(round)]
+    chosen = [
+        round_index
+        for round_index in rounds_of(config)
+        if config.personal_too(round_index)
+    ]
     assert rounds_of(config) == [2, 4, 6, 8, 9, 10] and chosen == [4, 8, 9, 10]
     plain = ExperimentConfig(rounds=4, eval_every=2)
-    assert [plain.personal_too(round) for round in (2, 4)] == [False, True]
+    assert [plain.personal_too(round_index) for round_index in (2, 4)] == [False, True]
 
 
 def test_the_window_is_the_last_rounds():
     config = ExperimentConfig(rounds=6, window=2)
-    assert [config.in_window(round) for round in range(1, 7)] == [False] * 4 + [
-        True
-    ] * 2
+    assert [config.in_window(round_index) for round_index in range(1, 7)] == [
+        False
+    ] * 4 + [True] * 2
     assert not ExperimentConfig(rounds=6).in_window(6)
 
 

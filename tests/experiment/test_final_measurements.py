@@ -253,18 +253,20 @@ def two_models(task):
         cluster = jnp.argmax(jnp.array(fits)).astype(jnp.int32)
         return cluster, {**server, "reverse": cluster}
 
-    def client_update(key, round, server, client, data):
+    def client_update(key, round_index, server, client, data):
         cluster, _ = assign(key, server, client, data)
         y = jnp.where(cluster > 0, 9 - data.y, data.y)
-        return plain.client_update(key, round, server["a"], (), data._replace(y=y))
+        return plain.client_update(
+            key, round_index, server["a"], (), data._replace(y=y)
+        )
 
     return plain._replace(
         init=lambda key: {"a": plain.init(key), "reverse": jnp.int32(0)},
         broadcast=lambda server: server,
         client_update=client_update,
-        server_update=lambda key, round, server, aggregate: {
+        server_update=lambda key, round_index, server, aggregate: {
             **server,
-            "a": plain.server_update(key, round, server["a"], aggregate),
+            "a": plain.server_update(key, round_index, server["a"], aggregate),
         },
         global_predictive=lambda key, server, x, mask: log_probs(server, x, mask)[None],
         personalise=lambda key, server, client, data: server["a"].params,

@@ -10,8 +10,13 @@ import pytest
 from fedvi.experiment.folder import RUN_FILES, STORE, CsvFile, prepare, write_json
 
 
-def row(round, seed=0, **values):
-    return {"round": round, "seed": seed, "global_accuracy": 80.0 + round, **values}
+def row(round_index, seed=0, **values):
+    return {
+        "round": round_index,
+        "seed": seed,
+        "global_accuracy": 80.0 + round_index,
+        **values,
+    }
 
 
 def metrics(folder):

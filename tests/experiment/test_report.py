@@ -15,9 +15,9 @@ from fedvi.experiment.report import (
 )
 
 
-def row(round, accuracy, personal=None, **more):
+def row(round_index, accuracy, personal=None, **more):
     return {
-        "round": round,
+        "round": round_index,
         "global_accuracy": accuracy,
         "global_nll": accuracy / 10,
         "personal_accuracy": personal,

@@ -42,7 +42,7 @@ def nothing_happened(seeds, rounds=3, loss=None):
 def rows_of(experiment, correct, metrics, clusters=None, **more):
     return evaluation_rows(
         experiment,
-        round=3,
+        round_index=3,
         seeds=[4, 5],
         metrics=metrics,
         scores={"global": scores(correct)} | more,
@@ -83,7 +83,7 @@ def test_choices_by_importance_have_a_row_per_round_and_seed():
     metrics.choice.uniform[1, 2] = True
     rows = choice_rows(7, [4, 5], metrics)
     assert [(row["round"], row["seed"]) for row in rows] == [
-        (round, seed) for round in (7, 8, 9) for seed in (4, 5)
+        (round_index, seed) for round_index in (7, 8, 9) for seed in (4, 5)
     ]
     assert rows[2] == {
         "round": 8,

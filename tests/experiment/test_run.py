@@ -260,9 +260,9 @@ def diverges(task):
     """FedAvg whose server breaks in the second round."""
     fedavg = algorithms.fedavg(task)
 
-    def server_update(key, round, server, aggregate):
-        server = fedavg.server_update(key, round, server, aggregate)
-        return jax.tree.map(lambda p: jnp.where(round == 1, jnp.nan, p), server)
+    def server_update(key, round_index, server, aggregate):
+        server = fedavg.server_update(key, round_index, server, aggregate)
+        return jax.tree.map(lambda p: jnp.where(round_index == 1, jnp.nan, p), server)
 
     return fedavg._replace(server_update=server_update)
 

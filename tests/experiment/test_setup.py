@@ -294,8 +294,8 @@ def train():
 def turns_of(selection, rounds):
     key = jax.random.key(0)
     return [
-        np.asarray(selection.select(key, round, None, None)[0]).tolist()
-        for round in range(rounds)
+        np.asarray(selection.select(key, round_index, None, None)[0]).tolist()
+        for round_index in range(rounds)
     ]
 
 
