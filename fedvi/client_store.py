@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from fedvi.folder_lock import FolderLock
 from fedvi.keys import is_key
 
 __all__ = ["ClientStore"]
@@ -16,6 +18,10 @@ __all__ = ["ClientStore"]
 INDEX = "index.npz"
 BEFORE = "index_before.npz"
 MINIMUM = 64  # slots
+# The store of this process that may write to a folder: the last one that opened it.
+_WRITERS: "weakref.WeakValueDictionary[Path, ClientStore]" = (
+    weakref.WeakValueDictionary()
+)
 
 
 class ClientStore:
@@ -27,6 +33,10 @@ class ClientStore:
     takes up to two slots. In a folder slots are mapped files; in memory stay eight
     bytes a client of the population and four a free slot.
 
+    A folder has one writer: other processes are refused while a store of this one lives
+    (`fedvi.folder_lock`), and of several stores of this process only the last one that
+    opened it may write, as a cell of a notebook does that is run again.
+
     Args:
       like: pytree of shapes and types of ONE client's state; typed keys are allowed.
       clients: size of the population.
@@ -34,27 +44,41 @@ class ClientStore:
         there is taken over.
 
     Raises:
-      ValueError: the folder's states have another structure or population, a file
-        of it is damaged (named), or, when it grows, its disk is too small.
+      ValueError: another process writes to the folder, its states have another
+        structure or population, a file of it is damaged (named), or, when it grows, its
+        disk is too small; in `write` and `commit`, a later store has opened it.
     """
 
     def __init__(self, like: Any, clients: int, folder: str | Path | None = None):
         self._like = like
         self._leaves = [_plain(leaf) for leaf in jax.tree.leaves(like)]
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else Path(folder).expanduser()
+        self._lock: FolderLock | None = None
         self._index = np.full(clients, -1, np.int32)
         self._arrays = [np.empty((0, *s.shape), s.dtype) for s in self._leaves]
         self._free = np.empty(0, np.int32)
         self.note: dict[str, Any] = {}
         self._replaced = np.empty(0, np.int32)
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            older = _WRITERS.get(self._folder.resolve())
+            lock = FolderLock(self._folder) if older is None else older._lock
             index, before = self._folder / INDEX, self._folder / BEFORE
             if before.exists() and not index.exists():
                 before.replace(index)
             if index.exists():
                 self._take_over()
+            if older is not None:
+                older._lock = None
+            self._lock = lock
+            _WRITERS[self._folder.resolve()] = self
         self._committed = self._index.copy()
+
+    def _check_writer(self) -> None:
+        if self._folder is not None and self._lock is None:
+            raise ValueError(
+                f"folder={self._folder} was opened by a later store of this process, "
+                "which alone may write to it: go on with that one"
+            )
 
     @property
     def keeps(self) -> bool:
@@ -92,6 +116,7 @@ class ClientStore:
     ) -> None:
         """Keeps the states of some clients, all different: those `rows` of `states`,
         leaves `[len(ids), ...]`."""
+        self._check_writer()
         slots = self._index[ids]
         fresh = (slots < 0) | (slots == self._committed[ids])
         slots[fresh] = self._take_free(int(fresh.sum()))
@@ -107,6 +132,7 @@ class ClientStore:
         Args:
           note: JSON-like; kept in `note`, such as the round that the states belong to.
         """
+        self._check_writer()
         self.note = note or {}
         if self._folder is not None:
             for array in self._arrays:
@@ -156,10 +182,16 @@ class ClientStore:
         old = self._slots
         new = max(MINIMUM, old + wanted, old + old // 2)
         self._check_room(new - old)
-        self._arrays = [
-            self._resize(number, array, new)
-            for number, array in enumerate(self._arrays)
-        ]
+        try:
+            self._arrays = [
+                self._resize(number, array, new)
+                for number, array in enumerate(self._arrays)
+            ]
+        except OSError as error:
+            raise ValueError(
+                f"folder={self._folder} cannot hold the states of more clients "
+                f"({error.strerror}): give a folder on a larger disk"
+            ) from error
         fresh = np.arange(new - 1, old - 1, -1, dtype=np.int32)
         self._free = np.concatenate([fresh, self._free])
 
@@ -186,9 +218,7 @@ class ClientStore:
             larger[: len(array)] = array
             return larger
         path = self._path(number)
-        # Only what is written takes room on the disk.
-        with open(path, "ab") as file:
-            file.truncate(int(np.prod(shape)) * array.dtype.itemsize)
+        _reserve(path, int(np.prod(shape)) * array.dtype.itemsize)
         return _mapped(path, array.dtype, shape)
 
     def _path(self, number: int) -> Path:
@@ -244,6 +274,16 @@ class ClientStore:
         used = np.zeros(header["slots"], bool)
         used[index[index >= 0]] = True
         self._free = np.flatnonzero(~used)[::-1].astype(np.int32)
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Makes a file longer, with its room on the disk: where that is full, or its share
+    used up, this is an error, and a later write to the mapped file the process's end.
+    """
+    with open(path, "ab") as file:
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        file.truncate(size)
 
 
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fedvi.data.client_data import ClientData
+from fedvi.folder_lock import FolderLock
 
 __all__ = ["ClientArrays", "ClientFiles", "ClientSource", "write_client_files"]
 
@@ -61,15 +62,25 @@ def write_client_files(folder: str | Path, blocks: Iterable[ClientData]) -> None
         capacity; the clients are numbered in this order.
 
     Raises:
-      ValueError: the folder holds clients already, there are no blocks, a block's
-        shapes or types differ from the first one's, or a size exceeds the capacity.
+      ValueError: the folder holds clients already, another process is writing to it,
+        there are no blocks, a block's shapes or types differ from the first one's, or a
+        size exceeds the capacity.
     """
-    folder = Path(folder)
-    if (folder / HEADER).exists():
-        raise ValueError(
-            f"folder={folder} holds clients already: delete it or give another one"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(folder).expanduser()
+    with FolderLock(folder):
+        if (folder / HEADER).exists():
+            raise ValueError(
+                f"folder={folder} holds clients already: delete it or give another one"
+            )
+        shards = _write_shards(folder, blocks)
+        text = json.dumps({"format": FORMAT, "shards": shards}, indent=1)
+        temporary = folder / f"{HEADER}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / HEADER)
+
+
+def _write_shards(folder: Path, blocks: Iterable[ClientData]) -> list[dict[str, Any]]:
+    """Writes the shards; returns what the header says of them."""
     shards, first = [], None
     for number, block in enumerate(blocks):
         arrays = ClientData(*map(np.asarray, block))
@@ -86,11 +97,7 @@ def write_client_files(folder: str | Path, blocks: Iterable[ClientData]) -> None
         )
     if first is None:
         raise ValueError("blocks is empty: give at least one block of clients")
-    header = {"format": FORMAT, "shards": shards}
-    text = json.dumps(header, indent=1)
-    temporary = folder / f"{HEADER}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / HEADER)
+    return shards
 
 
 class ClientFiles:
@@ -114,7 +121,7 @@ class ClientFiles:
     """
 
     def __init__(self, folder: str | Path, verify: bool = True):
-        self._folder = Path(folder)
+        self._folder = Path(folder).expanduser()
         header = self._header()
         self._shards = [
             ClientData(

@@ -1,5 +1,6 @@
 """The checkpoint of a run: what is kept of it, and whether it is that of this run."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from fedvi.experiment import folder, npz_tree, processes
+from fedvi.experiment.config import ExperimentConfig
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.setup import Experiment, identity
 from fedvi.federation import BaseFederation, State
 from fedvi.placement import on_host
 
-__all__ = ["Kept", "restore_run", "save_run"]
+__all__ = ["Kept", "check_rows", "read_notes", "restore_run", "save_run"]
 
 
 class Kept(NamedTuple):
@@ -61,11 +63,47 @@ def restore_run(experiment: Experiment, run_dir: Path, shapes: State) -> Kept | 
             )
         return None
     config = identity(experiment.config.to_dict(), experiment.data_sha256)
-    saved = npz_tree.read_metadata(path)
-    if npz_tree.canonical(saved["config"]) != npz_tree.canonical(config):
-        raise ValueError(_mismatch(path, saved["config"], config))
+    saved, done, problems = read_notes(path)
+    if npz_tree.canonical(saved) != npz_tree.canonical(config):
+        raise ValueError(_mismatch(path, saved, config))
     states, _ = npz_tree.restore(path, shapes)
-    return Kept(states, saved["round"], Problems(saved["problems"]))
+    return Kept(states, done, problems)
+
+
+def read_notes(path: Path) -> tuple[dict[str, Any], int, Problems]:
+    """Configuration, round and problems of the run whose checkpoint this is.
+
+    Raises:
+      ValueError: it is missing, damaged or another program's.
+    """
+    saved = npz_tree.read_metadata(path)
+    try:
+        config, problems = dict(saved["config"]), Problems(saved["problems"])
+        return config, int(saved["round"]), problems
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {path} holds no notes of a run ({type(error).__name__}: "
+            f"{error}): put it back as it was, or start again with --overwrite"
+        ) from error
+
+
+def check_rows(config: ExperimentConfig, run_dir: Path, done: int) -> None:
+    """Raises `ValueError` unless `metrics.csv` has every evaluation up to a round."""
+    rows = [row for row in folder.metrics_rows(run_dir) if row["round"] <= done]
+    seeds = range(config.seed, config.seed + config.seeds)
+    wanted = [
+        (evaluated, seed)
+        for evaluated in itertools.accumulate(config.blocks())
+        for seed in seeds
+        if evaluated <= done
+    ]
+    found = [(row["round"], row.get("seed")) for row in rows]
+    if found != wanted:
+        missing = [pair for pair in wanted if pair not in found]
+        odd = [pair for pair in found if pair not in wanted] or found[-1:]
+        which, pair = ("no", missing[0]) if missing else ("an unexpected", odd[0])
+        why = f"{which} row of round {pair[0]}, seed {pair[1]}"
+        raise ValueError(folder.damaged(run_dir / folder.METRICS, why))
 
 
 def _mismatch(path: Path, saved: Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -4,8 +4,10 @@ One flag per field of `ExperimentConfig`, `RunOptions` and `HostOptions`, one pe
 option of every registered algorithm, and a few of the command line's own.
 """
 
+import codecs
 import dataclasses
 import os
+import re
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ from absl import flags
 from jax._src import distributed
 
 from fedvi.algorithms import ALGORITHMS, options_of
-from fedvi.experiment import processes
+from fedvi.experiment import processes, report
 from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
 from fedvi.experiment.lost_processes import Watchdog, lost_line
 from fedvi.experiment.run import run_all
@@ -60,6 +62,8 @@ def start(
             return parse(argv)
         except flags.Error as error:
             Ending().leave(2, error)
+        except (SystemExit, BrokenPipeError):
+            Ending().leave(0)  # --help, for which absl has the code of a mistake
 
     def run(argv):
         ending = Ending()
@@ -75,12 +79,15 @@ def start(
             problem = _failed(main(runs))
             if problem:
                 ending.leave(1, problem)
+            sys.stdout.flush()
             ending.done()
         except flags.Error as error:
             ending.leave(2, error)
         except KeyboardInterrupt:
             line = "interrupted; --resume continues from the last checkpoint"
             ending.leave(130, line)
+        except BrokenPipeError:  # whoever read what was printed has left
+            ending.leave(1)
         except Exception as error:
             ending.check(error)
             # JAX leaves a note on what was raised while it traced: no user's mistake.
@@ -89,13 +96,20 @@ def start(
             ending.give_up()
             raise
 
-    define()
-    absl.app.run(run, flags_parser=parse_or_exit)
+    with processes.any_letter(sys.stdout), processes.any_letter(sys.stderr):
+        define()
+        absl.app.run(run, flags_parser=parse_or_exit)
 
 
 def _use_cache(folder: str) -> None:
     """Turns JAX's persistent cache on, unless the user's environment already did."""
     if folder and not jax.config.jax_compilation_cache_dir:
+        folder = os.path.expanduser(folder)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:  # JAX would say so at every program
+            print(f"no compilation cache in {folder}: {error.strerror}")
+            return
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -151,7 +165,10 @@ class Ending:
         may be waiting for this one.
         """
         with self._leaving:  # the watchdog has a thread of its own
-            sys.stdout.flush()  # the line comes last where both go to one file
+            try:
+                sys.stdout.flush()  # the line comes last where both go to one file
+            except BrokenPipeError:  # Python would try again, and complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error is not None:
                 line = f"error: {' '.join(str(error).split())}"
                 print(line, file=sys.stderr, flush=True)
@@ -167,13 +184,14 @@ class Ending:
 
 
 def _failed(summaries: Sequence[Mapping[str, Any]]) -> str | None:
-    failed = [one["method"] for one in summaries if one["failed"]]
+    failed = [
+        f"{one['method']}, seed {seed}: {why}"
+        for one in summaries
+        for seed, why in report.failures(one).items()
+    ]
     if not failed:
         return None
-    return (
-        f"{', '.join(failed)} failed: the server's state is not finite, or no "
-        "participant's upload counted in any round; a smaller learning_rate may help"
-    )
+    return f"failed: {'; '.join(failed)}; a smaller learning_rate may help"
 
 
 # Flags.
@@ -261,9 +279,9 @@ def parse(
 
     Raises:
       flags.Error: an unknown flag, a value that it does not take, a flag file that
-        cannot be opened, or an argument that is no flag.
+        cannot be read, or an argument that is no flag.
     """
-    rest = flag_values(argv)
+    rest = flag_values([argv[0], *_with_flag_files(argv[1:])])
     if len(rest) > 1:
         raise flags.Error(f"{rest[1]!r} is no flag: settings are given as --flag=value")
     flag_values.set_default("name", flag_values.name or _flagfile_stem(argv))
@@ -422,6 +440,51 @@ def _flagfile_stem(argv: Sequence[str]) -> str | None:
     return stem
 
 
+def _with_flag_files(
+    arguments: Sequence[str], above: tuple[str, ...] = ()
+) -> list[str]:
+    """Puts what flag files say in the place of each `--flagfile`.
+
+    absl would read them in the encoding of the terminal, and take a comment behind a
+    value for a part of it.
+    """
+    found = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, name = argument.partition("=")
+        if option not in ("--flagfile", "-flagfile"):
+            found.append(argument)
+            continue
+        name = os.path.expanduser(name if equals else next(rest, ""))
+        if name in above:
+            raise flags.Error(f"flag --flagfile={name}: it leads back to itself")
+        found += _with_flag_files(_flag_file_lines(name), (*above, name))
+    return found
+
+
+def _flag_file_lines(name: str) -> list[str]:
+    """The flags of a file in UTF-8, or in UTF-16 with its mark, without comments."""
+    try:
+        raw = Path(name).read_bytes()
+        wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = raw.decode("utf-16" if wide else "utf-8-sig")
+        if "\0" in text:
+            raise ValueError("it has null characters")
+    except OSError as error:
+        raise flags.CantOpenFlagFileError(
+            f"flag --flagfile={name}: cannot be read ({error.strerror})"
+        ) from None
+    except ValueError as error:
+        raise flags.Error(
+            f"flag --flagfile={name}: is not text in UTF-8 ({error}): save it so"
+        ) from None
+    lines = [re.sub(r"\s#.*", "", f" {line}").strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("//")]
+
+
 def _default_cache() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user id without a home
+        return ""
     return str(Path(home) / "fedvi" / "xla")

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from fedvi import codecs
 from fedvi.codecs import tree_bytes
 from fedvi.contract_checks import Messages
@@ -31,10 +29,9 @@ class RoundBytes(NamedTuple):
     down: int
     withheld: int
 
-    def sent_up(self, metrics: Mapping[str, float]) -> float:
+    def sent_up(self, metrics: Mapping[str, float | None]) -> float:
         """Bytes up of rounds with these mean metrics, of which one is `withheld`."""
-        saved = self.withheld * metrics.get("withheld", 0.0)
-        return self.up - (saved if np.isfinite(saved) else 0.0)
+        return self.up - self.withheld * (metrics.get("withheld") or 0.0)
 
 
 def bytes_per_round(experiment: Experiment, messages: Messages) -> RoundBytes:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -257,6 +258,9 @@ class ExperimentConfig:
     seed: int = option(0, "Seed of the first run.", at_least=0)
     seeds: int = option(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 
+    def __post_init__(self):
+        _expand(self, "data_file", "second_data_file", "ood_data_file", "data_dir")
+
     @property
     def method(self) -> str:
         """The algorithm, with its selection where that is not uniform: `dsvgd:ksd`."""
@@ -366,6 +370,9 @@ class RunOptions:
         False, "Write TensorBoard event files too (extra: tensorboard)."
     )
 
+    def __post_init__(self):
+        _expand(self, "run_dir")
+
     def validate(self) -> None:
         """Checks every field.
 
@@ -458,6 +465,20 @@ class HostOptions:
                 f"devices={devices} must be a multiple of "
                 f"num_processes={self.num_processes}: each gives as many"
             )
+
+
+def _expand(config: Any, *names: str) -> None:
+    """Puts the home folder in the place of ~ in the paths of a frozen dataclass."""
+    for name in names:
+        path = getattr(config, name)
+        if isinstance(path, str) and path.startswith("~"):
+            whole = os.path.expanduser(path)
+            if whole == path:
+                raise ValueError(
+                    f"{name}={path!r}: there is no home folder of that name: give the "
+                    "whole path"
+                )
+            object.__setattr__(config, name, whole)
 
 
 def check_novel(clients: int, novel: int) -> None:

@@ -5,6 +5,7 @@ seed, `selection.csv` by one per round and seed where clients are chosen by thei
 importance, `summary.json` comes last: its presence means that the run is finished.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -12,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,11 +31,15 @@ __all__ = [
     "SUMMARY",
     "UNCERTAINTY",
     "CsvFile",
+    "damaged",
     "make",
+    "metrics_rows",
     "prepare",
+    "read_json",
     "remove",
     "write_atomically",
     "write_json",
+    "writing",
 ]
 
 CONFIG = "config.json"
@@ -117,6 +122,49 @@ def make(run_dir: str | Path) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def writing(run_dir: str | Path) -> Iterator[None]:
+    """Says in one line that the run folder could not be written to.
+
+    Raises:
+      ValueError: for an `OSError`, such as a full disk, a quota, a drive that is gone.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads what is printed
+        raise
+    except OSError as error:
+        name = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
+        raise ValueError(
+            f"run_dir={run_dir} cannot be written to ({name}"
+            f"{error.strerror or error}): its last checkpoint is whole; see that there "
+            "is room, then go on with --resume"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote.
+
+    Raises:
+      ValueError: the file is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(damaged(path, error)) from error
+    if not isinstance(value, dict):
+        raise ValueError(damaged(path, "not a JSON object"))
+    return value
+
+
+def damaged(path: Path, why: object) -> str:
+    """What to say of a file of the run folder that was edited or cut short."""
+    remedy = "start again with --overwrite"
+    if path.name == SUMMARY:
+        remedy = "delete it, and --resume writes it from the checkpoint"
+    return f"{path} was changed or cut short ({why}): put it back, or {remedy}"
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes JSON atomically: numpy and jax values become plain ones, NaN and infinity
     null."""
@@ -143,11 +191,11 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], Any]) -> None
     """Replaces `path` by what `write` puts into the binary file it is given.
 
     A temporary file in the same folder is flushed to disk, renamed over `path`, and
-    the folder is flushed. Missing folders are made. One process at a time may write
-    to `path`: temporary files of killed predecessors are removed.
+    the folder is flushed. The folder must be there: one that is gone, as with a drive,
+    must not come back as another one. One process at a time may write to `path`:
+    temporary files of killed predecessors are removed.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
@@ -241,21 +289,43 @@ class CsvFile:
         """Columns and complete rows as text; no columns if there is no file yet."""
         if not self.path.exists() or self.path.stat().st_size == 0:
             return [], []
-        with open(self.path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]
+        try:
+            with open(self.path, encoding="utf-8", newline="") as file:
+                reader = csv.DictReader(file)
+                rows = [row for row in reader if None not in row.values()]
+        except (ValueError, csv.Error) as error:
+            raise ValueError(damaged(self.path, error)) from error
         columns = list(reader.fieldnames or ())
         if "round" not in columns:
             raise ValueError(
                 f"{self.path} has no column 'round', so fedvi did not write it: move "
                 "it away or give another --run_dir"
             )
+        for row in rows:
+            if None in row or not row["round"].isdecimal():
+                raise ValueError(damaged(self.path, f"round {row['round']!r}"))
         return columns, rows
 
     def _replace(self, columns: Sequence[str], rows: Sequence[Mapping]) -> None:
         text = _text(columns, rows, header=True).encode("utf-8")
         write_atomically(self.path, lambda file: file.write(text))
         self._columns = list(columns)
+
+
+def metrics_rows(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.csv`.
+
+    Raises:
+      ValueError: a cell that fedvi did not write.
+    """
+    path = Path(run_dir) / METRICS
+    rows = CsvFile(path).rows()
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, str) and key != "split":
+                where = f"round {row['round']}, column {key}: {value!r}"
+                raise ValueError(damaged(path, where))
+    return rows
 
 
 def _text(columns: Sequence[str], rows: Sequence[Mapping], *, header: bool) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedvi.experiment import folder, npz_tree
+from fedvi.experiment import checkpoint, folder
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 
 __all__ = ["Watchdog", "lost_line"]
@@ -153,7 +153,7 @@ def lost_line(
         if not path.exists():
             return f"{line}; {run_dir} holds no checkpoint: start all {processes} again"
         try:
-            done = npz_tree.read_metadata(path)["round"]
+            _, done, _ = checkpoint.read_notes(path)
         except ValueError as error:
             return f"{line}; {error}"
         return (

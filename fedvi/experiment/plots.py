@@ -13,6 +13,7 @@ import numpy as np
 
 from fedvi.evaluation import Scores, Uncertainty, reliability
 from fedvi.experiment import folder
+from fedvi.experiment.rows import ABSURD_NLL
 from fedvi.experiment.setup import Experiment
 
 __all__ = [
@@ -108,6 +109,8 @@ def draw(
     """
     config = experiment.config
     title = f"{config.method}, {config.dataset}, {config.evaluated_on} data"
+    if summary["failed"]:
+        title += " (failed)"
     if not learning_curves(run_dir / folder.LEARNING_CURVES, rows, title=title):
         return False
     uncertainty_curves(run_dir / folder.UNCERTAINTY, rows, title=title)
@@ -310,8 +313,9 @@ def _over_seeds(
             by_round.setdefault(int(row["round"]), []).append(float(row[column]))
     rounds = sorted(by_round)
     values = [np.asarray(by_round[number]) for number in rounds]
-    # A diverged seed: its infinite loss must not stop the plot.
-    values = [np.where(np.isfinite(v), v, np.nan) for v in values]
+    # A diverged seed must neither stop the plot nor squeeze all else to a line.
+    largest = ABSURD_NLL if column.endswith("nll") else np.inf
+    values = [np.where(np.isfinite(v) & (v <= largest), v, np.nan) for v in values]
     mean = [np.mean(v) for v in values]
     std = [np.std(v, ddof=1) if v.size > 1 else 0.0 for v in values]
     return np.asarray(rounds), np.asarray(mean), np.asarray(std)

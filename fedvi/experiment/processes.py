@@ -6,6 +6,7 @@ touches the run folder. With one process these functions only call what they are
 """
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -24,12 +25,13 @@ from fedvi.experiment.devices import show_cpus, usable_cores
 
 __all__ = [
     "agree",
+    "any_letter",
     "everywhere",
     "exchange",
     "is_first",
     "join",
     "on_first",
-    "quiet",
+    "printing",
 ]
 
 _T = TypeVar("_T")
@@ -135,16 +137,32 @@ def is_first() -> bool:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Drops what other processes than the first print on standard output."""
+def printing() -> Iterator[None]:
+    """Only the first process prints on standard output, and no letter that a terminal
+    or a file cannot show ends a run."""
     if is_first():
-        yield
+        with any_letter(sys.stdout):
+            yield
         return
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
     ):
         yield
+
+
+@contextlib.contextmanager
+def any_letter(stream: Any) -> Iterator[None]:
+    """Shows "?" where a stream's encoding lacks a letter, such as ± in ASCII."""
+    if not isinstance(stream, io.TextIOWrapper):  # what a notebook or a test puts there
+        yield
+        return
+    before = stream.errors
+    stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=before)
 
 
 def exchange(value: Any) -> list[Any]:

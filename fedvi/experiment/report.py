@@ -13,8 +13,8 @@ from fedvi import __version__
 from fedvi.experiment import folder, plots
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.experiment.rows import MODELS
-from fedvi.experiment.setup import Experiment
+from fedvi.experiment.rows import MODELS, trouble
+from fedvi.experiment.setup import Experiment, identity
 
 __all__ = [
     "PLOT",
@@ -22,6 +22,9 @@ __all__ = [
     "check_comparison",
     "clear_comparison",
     "common_folder",
+    "comparison",
+    "failures",
+    "labels",
     "over_seeds",
     "seed_figures",
     "summary",
@@ -153,8 +156,9 @@ def summary(
 ) -> dict[str, Any]:
     """What `summary.json` holds.
 
-    A seed has `failed` if its server's state is not finite or no round had a
-    participant that counted; a run, if one of its seeds has.
+    A seed has `failed`, with the reason under `failure`, if no round had a participant
+    that counted, or its last figures say that it diverged (`fedvi.experiment.rows.
+    trouble`); a run, if one of its seeds has. The means over the seeds hold it too.
 
     Args:
       experiment: what was run.
@@ -173,14 +177,17 @@ def summary(
     per_seed = []
     for index in range(config.seeds):
         seed = config.seed + index
-        lost = problems["lost_rounds"].get(str(seed), 0)
+        own = [row for row in rows if row["seed"] == seed]
+        lost = problems["lost_rounds"].get(str(seed), 0) == config.rounds
+        failure = _failure(config, own, finite[index], lost)
         per_seed.append(
             {
                 "seed": seed,
-                **seed_figures(config, [row for row in rows if row["seed"] == seed]),
+                **seed_figures(config, own),
                 "clusters": None if clusters is None else clusters[index].tolist(),
                 "finite": bool(finite[index]),
-                "failed": not finite[index] or lost == config.rounds,
+                "failed": failure is not None,
+                "failure": failure,
             }
         )
     means = _over_seeds(config, per_seed)
@@ -221,6 +228,29 @@ def summary(
         "plan": plan,
         "versions": _versions(),
         "config": config.to_dict(),
+    }
+
+
+def _failure(
+    config: ExperimentConfig,
+    rows: Sequence[Mapping[str, Any]],
+    finite: bool,
+    lost: bool,
+) -> str | None:
+    """Why a seed's run came to nothing; None: it did not."""
+    if lost:
+        return "no participant's upload counted in any round"
+    shown = [r for r in rows if config.is_final(r["round"]) or r is rows[-1]]
+    if config.window:
+        shown = [row for row in rows if config.in_window(row["round"])]
+    found = [trouble(row, finite) for row in reversed(shown)]
+    return next(filter(None, found), None)
+
+
+def failures(summary: Mapping[str, Any]) -> dict[int, str]:
+    """Seed to reason, of the seeds of a run that came to nothing."""
+    return {
+        one["seed"]: one["failure"] for one in summary["per_seed"] if one.get("failed")
     }
 
 
@@ -280,19 +310,25 @@ def table_title(summary: Mapping[str, Any]) -> str:
     return f"{when}, {split} data, mean over {who}"
 
 
-def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that a finished run, marked if failed, adds to the closing table.
+def table_rows(
+    summary: Mapping[str, Any], label: str | None = None
+) -> list[dict[str, Any]]:
+    """The rows that a finished run adds to the closing table.
 
     With `final_rounds` they hold the mean of the last rounds, with `window` that of
     the evaluations there, which has no personalised accuracy.
+
+    Args:
+      summary: of the run.
+      label: the row's name; default: the method.
     """
-    method = summary["method"] + (" (failed)" if summary["failed"] else "")
     rows = []
     for index, one in enumerate(summary["per_seed"]):
         window = one.get("window")
         figures = window or one.get("mean_of_last_rounds") or one
         row = {
-            "method": method,
+            "method": label or summary["method"],
+            "failed": one.get("failed", summary["failed"]),
             "global_accuracy": figures["global"]["accuracy"],
             "personal_accuracy": figures.get("personal", {}).get("accuracy"),
             "ece": figures["global"]["ece"],
@@ -307,6 +343,81 @@ def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def labels(
+    summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
+) -> list[str]:
+    """What to call each run beside the others: its method, and what it alone has.
+
+    Runs that differ in nothing but the seed have one label; those of one method that
+    differ in settings have them in it (`fedhb_niw penalty_scale=0.1`), and those that
+    do not differ at all the name of their folder.
+
+    Args:
+      summaries: what the `summary.json` of each holds.
+      options: of the runs.
+    """
+    settings = [_settings(summary) for summary in summaries]
+    result = []
+    for summary, own in zip(summaries, settings):
+        same = [
+            other
+            for other, one in zip(settings, summaries)
+            if one["method"] == summary["method"]
+        ]
+        differing = [
+            key
+            for key in dict.fromkeys(key for one in same for key in one)
+            if any(one.get(key) != own.get(key) for one in same)
+        ]
+        if len(differing) > 1 and "data" in differing:
+            differing.remove("data")  # what differs in them is named
+        shown = [f"{key.removeprefix('options.')}={own.get(key)}" for key in differing]
+        result.append(" ".join([summary["method"], *shown]))
+    seeds: dict[str, list[int]] = {}
+    for label, summary in zip(result, summaries):
+        seeds.setdefault(label, []).extend(summary.get("seeds", [0]))
+    twice = {label for label, own in seeds.items() if len(set(own)) < len(own)}
+    return [
+        f"{label} ({Path(one.run_dir).name})" if label in twice else label
+        for label, one in zip(result, options)
+    ]
+
+
+def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is made from, but for its seeds, flat."""
+    config = identity(summary["config"], None)
+    options = config.pop("options")
+    for key in ("seed", "seeds", "data_sha256"):
+        config.pop(key)
+    flat = config | {f"options.{key}": value for key, value in options.items()}
+    shown = {
+        key: ",".join(map(str, value)) if isinstance(value, list) else value
+        for key, value in flat.items()
+    }
+    return shown | {"data": str(summary.get("data_sha256"))[:8]}
+
+
+def comparison(
+    summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
+) -> str:
+    """The closing table, below what it shows.
+
+    Args:
+      summaries: what the `summary.json` of each holds.
+      options: of the runs.
+    """
+    titles: dict[str, list[str]] = {}
+    rows = []
+    for summary, label in zip(summaries, labels(summaries, options)):
+        titles.setdefault(table_title(summary), []).append(label)
+        rows += table_rows(summary, label)
+    title = "; ".join(
+        f"{', '.join(dict.fromkeys(who))} {title}" if len(titles) > 1 else title
+        for title, who in titles.items()
+    )
+    return f"{title}:\n{table(rows)}"
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Aligned plain-text table of results, one line per method.
 
@@ -314,7 +425,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
       rows: one dict per method and seed: `method`, and any of `global_accuracy`,
         `personal_accuracy` (per cent), `ece` (fraction, shown in per cent), `nll`
         (nats), `round_seconds`. A value that is absent or None is shown as "-".
-        `accuracy_std_between_rounds` (per cent) has a column where a row has it.
+        `accuracy_std_between_rounds` (per cent) has a column where a row has it. A seed
+        that has `failed` is counted beside the method's name.
 
     Returns:
       The table. With several seeds of a method, mean ± sample standard deviation
@@ -331,7 +443,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [["method", *(header for header, *_ in columns)]]
     for method, seeds in methods.items():
         lines.append(
-            [method]
+            [_marked(method, [row.get("failed", False) for row in seeds])]
             + [
                 _mean_std([row.get(key) for row in seeds], factor, digits)
                 for _, key, factor, digits in columns
@@ -346,6 +458,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for line in lines
     )
+
+
+def _marked(name: str, failed: Sequence[bool]) -> str:
+    """A name, with how many of its seeds came to nothing."""
+    if not any(failed):
+        return name
+    several = len(failed) > 1
+    return f"{name} ({f'{sum(failed)} of {len(failed)} seeds ' * several}failed)"
 
 
 def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
@@ -407,14 +527,15 @@ def write_comparison(
       summaries: what the `summary.json` of each holds.
       text: the closing table with its title.
     """
-    first = summaries[0]
+    title = ", ".join(
+        dict.fromkeys(f"{s['dataset']}, {s['evaluated_on']} data" for s in summaries)
+    )
     try:
         folder.write_atomically(
             where / TABLE, lambda file: file.write(f"{text}\n".encode())
         )
         rows = _rows(options, summaries)
         if rows:
-            title = f"{first['dataset']}, {first['evaluated_on']} data"
             plots.comparison_curves(where / PLOT, rows, title=title)
     except (OSError, ValueError) as error:
         print(f"no comparison in {where}: {error}")
@@ -423,12 +544,13 @@ def write_comparison(
 def _rows(
     options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of all runs, each with its `method`."""
-    names = [summary["method"] for summary in summaries]
-    if len(set(names)) < len(names):  # runs of one method with different settings
-        names = [Path(one.run_dir).name for one in options]
+    """The rows of all runs, each with its label as `method`."""
+    names = labels(summaries, options)
+    failed: dict[str, list[bool]] = {}
+    for name, summary in zip(names, summaries):
+        failed.setdefault(name, []).extend(row["failed"] for row in table_rows(summary))
     return [
-        {"method": name, **row}
+        {"method": _marked(name, failed[name]), **row}
         for name, one in zip(names, options)
-        for row in folder.CsvFile(Path(one.run_dir) / folder.METRICS).rows()
+        for row in folder.metrics_rows(one.run_dir)
     ]

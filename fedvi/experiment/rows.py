@@ -12,12 +12,18 @@ from fedvi.federation import RoundMetrics, take
 from fedvi.selection import Choice
 
 __all__ = [
+    "ABSURD_NLL",
     "MODELS",
     "choice_rows",
     "evaluation_rows",
+    "trouble",
 ]
 
 MODELS = ("global", "personal")
+# 149 log 2, 103 nats: at a larger mean NLL the probability of the true class, in the
+# geometric mean, is below 2^-149, the smallest number that float32 holds. The uniform
+# predictor has log(classes); whatever learns, or has not begun to, is far from both.
+ABSURD_NLL = 149 * float(np.log(2))
 
 
 def evaluation_rows(
@@ -82,6 +88,30 @@ def evaluation_rows(
     return rows
 
 
+def trouble(row: Mapping[str, Any], finite: bool = True) -> str | None:
+    """What says that a seed has diverged; None: nothing does.
+
+    Args:
+      row: of `evaluation_rows`; what was not measured is None.
+      finite: whether the server's state is.
+    """
+    if not finite:
+        return "the server's state is not finite"
+    loss = row.get("loss")
+    if loss is not None and not np.isfinite(loss):
+        return f"the loss is {loss}"
+    for group in ("", "novel_"):
+        for model in MODELS:
+            nll = row.get(f"{group}{model}_nll")
+            if nll is not None and not nll <= ABSURD_NLL:  # NaN too
+                who = f"{group}{model}".replace("_", " ")
+                return (
+                    f"the NLL of the {who} model is {nll:.3g} nats, above "
+                    f"{ABSURD_NLL:.0f}"
+                )
+    return None
+
+
 def choice_rows(
     first_round: int, seeds: Sequence[int], metrics: RoundMetrics
 ) -> list[dict[str, Any]]:
@@ -131,9 +161,11 @@ def _agreement(experiment: Experiment, clusters: np.ndarray) -> float:
     return adjusted_rand_index(experiment.data.clusters[ids], clusters[ids])
 
 
-def _mean_metrics(metrics: Mapping[str, np.ndarray], counted) -> dict[str, float]:
-    """Means over the rounds that had a participant; NaN if none had."""
+def _mean_metrics(
+    metrics: Mapping[str, np.ndarray], counted
+) -> dict[str, float | None]:
+    """Means over the rounds that had a participant; None if none had."""
     return {
-        key: float(values[counted].mean()) if counted.any() else float("nan")
+        key: float(values[counted].mean()) if counted.any() else None
         for key, values in metrics.items()
     }

@@ -1,10 +1,10 @@
 """Runs experiments: from configurations to run folders and a table."""
 
+import contextlib
 import dataclasses
 import importlib.util
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.setup import Experiment, identity
 from fedvi.federation import BaseFederation
+from fedvi.folder_lock import FolderLock
 
 __all__ = ["run", "run_all"]
 
@@ -65,13 +66,16 @@ def run(
       What `summary.json` holds.
 
     Raises:
-      ValueError: a mistake in the configuration, the data or the run folder, or a
-        checkpoint there that belongs to another configuration; in one process, then
-        in all.
+      ValueError: a mistake in the configuration, the data or the run folder; a run
+        folder that another process writes to, or cannot be written to; a checkpoint
+        there that belongs to another configuration. In one process, then in all.
     """
-    with processes.quiet():
-        [experiment] = _prepared([(config, options)], builder, loaded)
-        return _carry_out(experiment, options)
+    runs = [(config, options)]
+    with processes.printing():
+        _check(runs, builder)
+        with _alone([options.run_dir]):
+            [experiment] = _prepared(runs, builder, loaded)
+            return _carry_out(experiment, options)
 
 
 def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
@@ -90,7 +94,7 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     Raises:
       ValueError: as `run`.
     """
-    with processes.quiet():
+    with processes.printing():
         return _run_all(runs)
 
 
@@ -98,44 +102,51 @@ def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     all_options = [options for _, options in runs]
     common = report.common_folder(all_options)
     processes.agree({"algorithms": [config.method for config, _ in runs]})
-    experiments = _prepared(runs, common=common)
-    if common is not None and any(options.overwrite for options in all_options):
-        processes.on_first(lambda: report.clear_comparison(common))
-    summaries = []
-    for experiment, options in zip(experiments, all_options):
-        config = experiment.config
-        print(f"\n{config.method} on {config.dataset} -> {options.run_dir}")
-        summaries.append(_carry_out(experiment, options))
-    results = report.table([row for one in summaries for row in report.table_rows(one)])
-    text = f"{report.table_title(summaries[0])}:\n{results}"
+    _check(runs)
+    folders = [one.run_dir for one in all_options]
+    with _alone(folders if common is None else [common, *folders]):
+        experiments = _prepared(runs, common=common)
+        if common is not None and any(options.overwrite for options in all_options):
+            processes.on_first(lambda: report.clear_comparison(common))
+        summaries = []
+        for experiment, options in zip(experiments, all_options):
+            config = experiment.config
+            print(f"\n{config.method} on {config.dataset} -> {options.run_dir}")
+            summaries.append(_carry_out(experiment, options))
+        text = report.comparison(summaries, all_options)
+        if common is not None:
+            processes.on_first(
+                lambda: report.write_comparison(common, all_options, summaries, text)
+            )
     print(f"\n{text}")
-    if common is not None:
-        processes.on_first(
-            lambda: report.write_comparison(common, all_options, summaries, text)
-        )
     print("run folders:" if len(runs) > 1 else "run folder:")
     for options in all_options:
         print(f"  {options.run_dir}")
     return summaries
 
 
+@contextlib.contextmanager
+def _alone(folders: Sequence[str | Path]) -> Iterator[None]:
+    """Keeps other processes than those of this run out of its folders: process 0 holds
+    their locks."""
+    with contextlib.ExitStack() as locks:
+
+        def lock():
+            for run_dir in {Path(one).resolve(): one for one in folders}.values():
+                locks.enter_context(FolderLock(run_dir, "run_dir"))
+
+        processes.on_first(lock)
+        yield
+
+
 # Before the first round.
 
 
-def _prepared(
+def _check(
     runs: Sequence[tuple[ExperimentConfig, RunOptions]],
     builder: Callable[..., Algorithm] | None = None,
-    loaded: LoadedData | None = None,
-    common: Path | None = None,
-) -> list[Experiment]:
-    """Builds all experiments, by which all that can be wrong with them is found.
-
-    Args:
-      runs: what is asked for.
-      builder: as of `run`.
-      loaded: as of `run`.
-      common: the folder of all run folders, which gets the comparison.
-    """
+) -> None:
+    """Finds what is wrong with the settings alone, or differs between processes."""
 
     def check():
         for config, options in runs:
@@ -147,6 +158,36 @@ def _prepared(
                     "'fedvi[tensorboard]'"
                 )
             setup.resolve(config, builder)
+
+    processes.everywhere(check)
+    for config, options in runs:
+        processes.agree(
+            {
+                **identity(config.to_dict(), None),
+                **dataclasses.asdict(options),
+                "the version of fedvi": fedvi_version,
+                "the version of jax": jax.__version__,
+            }
+        )
+        processes.everywhere(
+            lambda options=options: devices.mesh(options.devices, options.model_devices)
+        )
+
+
+def _prepared(
+    runs: Sequence[tuple[ExperimentConfig, RunOptions]],
+    builder: Callable[..., Algorithm] | None = None,
+    loaded: LoadedData | None = None,
+    common: Path | None = None,
+) -> list[Experiment]:
+    """Builds all experiments, by which all that can be wrong with them is found.
+
+    Args:
+      runs: what is asked for; their folders are this run's alone.
+      builder: as of `run`.
+      loaded: as of `run`.
+      common: the folder of all run folders, which gets the comparison.
+    """
 
     def check_folders():
         for _, options in runs:
@@ -169,19 +210,6 @@ def _prepared(
             )
         return experiments
 
-    processes.everywhere(check)
-    for config, options in runs:
-        processes.agree(
-            {
-                **identity(config.to_dict(), None),
-                **dataclasses.asdict(options),
-                "the version of fedvi": fedvi_version,
-                "the version of jax": jax.__version__,
-            }
-        )
-        processes.everywhere(
-            lambda options=options: devices.mesh(options.devices, options.model_devices)
-        )
     processes.on_first(check_folders)
     experiments = processes.everywhere(build)
     processes.agree({"data_sha256": [one.data_sha256 for one in experiments]})
@@ -190,16 +218,24 @@ def _prepared(
 
 def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     """Runs what is prepared; returns its summary."""
-    config, run_dir = experiment.config, Path(options.run_dir)
+    run_dir = Path(options.run_dir)
     resuming = processes.on_first(
         lambda: not options.overwrite and folder.prepare(run_dir, resume=options.resume)
     )
     if resuming and (
-        finished := processes.on_first(lambda: _finished(experiment, run_dir))
+        finished := processes.on_first(lambda: _finished(experiment, options))
     ):
         print(f"{run_dir} holds this run, finished: nothing to do")
         return finished
     processes.on_first(lambda: folder.make(run_dir))
+    with folder.writing(run_dir):
+        return _train(experiment, options, resuming)
+
+
+def _train(
+    experiment: Experiment, options: RunOptions, resuming: bool
+) -> dict[str, Any]:
+    config, run_dir = experiment.config, Path(options.run_dir)
     mesh = devices.mesh(options.devices, options.model_devices, experiment.together)
     federation = setup.federation(experiment, options, mesh)
     shapes = federation.shapes(config.seeds)
@@ -210,6 +246,10 @@ def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
         )
         processes.agree(
             {f"the round of {run_dir}'s checkpoint": restored and restored.round}
+        )
+    if restored is not None:
+        processes.on_first(
+            lambda: checkpoint.check_rows(config, run_dir, restored.round)
         )
     if options.resume and restored is None:
         print(f"{run_dir} holds no checkpoint: starting with the first round")
@@ -223,15 +263,22 @@ def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     return session.finish(chosen.reason)
 
 
-def _finished(experiment: Experiment, run_dir: Path) -> dict | None:
+def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
     """The summary of this very configuration and data, if the folder holds one."""
-    path = run_dir / folder.SUMMARY
+    path = Path(options.run_dir) / folder.SUMMARY
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = folder.read_json(path)
     here = identity(experiment.config.to_dict(), experiment.data_sha256)
-    there = identity(found["config"], found.get("data_sha256"))
-    return found if there == here else None
+    try:
+        there = identity(found["config"], found.get("data_sha256"))
+        if there != here:
+            return None
+        report.comparison([found], [options])
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(folder.damaged(path, why)) from error
+    return found
 
 
 # The run itself.
@@ -331,12 +378,6 @@ class Session:
         chosen = rows.choice_rows(self.round + 1, self.seeds, metrics)
         self.round += n
         self._evaluate(personal=self.config.personal_too(self.round))
-        for seed, finite in zip(self.seeds, self.finite):
-            if not finite:
-                lines.append(
-                    f"WARNING: seed {seed}: the server's state is not finite after "
-                    f"round {self.round}; a smaller learning_rate may help"
-                )
         evaluation = rows.evaluation_rows(
             self.experiment,
             round_index=self.round,
@@ -347,6 +388,12 @@ class Session:
             seconds=seconds / n / len(self.seeds),
             per_round=self.per_round,
         )
+        for row, finite in zip(evaluation, self.finite):
+            if trouble := rows.trouble(row, finite):
+                lines.append(
+                    f"WARNING: seed {row['seed']}: {trouble} after round {self.round}; "
+                    "a smaller learning_rate may help"
+                )
         return evaluation, chosen, lines
 
     def _evaluate(self, personal: bool) -> None:
@@ -371,7 +418,8 @@ class Session:
         """One line on the last evaluation, means over the seeds."""
 
         def mean(key):
-            return np.mean([row[key] for row in evaluation])
+            known = [row[key] for row in evaluation if row[key] is not None]
+            return np.mean(known) if known else np.nan
 
         first = evaluation[0]
         parts = [f"round {self.round}/{self.config.rounds}"]
@@ -404,7 +452,7 @@ class Session:
             )
 
         def write():
-            evaluations = CsvFile(self.run_dir / folder.METRICS).rows()
+            evaluations = folder.metrics_rows(self.run_dir)
             result = report.summary(
                 self.experiment,
                 rows=evaluations,

@@ -27,6 +27,31 @@ def options(run_dir, **more):
     return RunOptions(run_dir=str(run_dir), **more)
 
 
+def finish(run_dir, config, accuracy):
+    """Leaves there what a finished run leaves."""
+    run_dir.mkdir()
+    metrics = folder.CsvFile(run_dir / folder.METRICS)
+    figures = {"accuracy": accuracy, "nll": 1.0, "ece": 0.1}
+    row = {f"global_{key}": value for key, value in figures.items()}
+    for round_index in range(1, config.rounds + 1):
+        metrics.append({"round": round_index, "seed": config.seed, **row})
+    folder.write_json(
+        run_dir / folder.SUMMARY,
+        {
+            "method": config.method,
+            "dataset": "digits",
+            "rounds": config.rounds,
+            "evaluated_on": "test",
+            "failed": False,
+            "round_seconds": 0.1,
+            "seeds": [config.seed],
+            "per_seed": [{"global": figures, "personal": figures}],
+            "config": config.to_dict(),
+            "data_sha256": setup.experiment(config).data_sha256,
+        },
+    )
+
+
 @pytest.fixture
 def runs(tmp_path):
     """Two finished runs in one folder."""
@@ -34,26 +59,7 @@ def runs(tmp_path):
     for number, selection in enumerate(("uniform", "round_robin")):
         config = setup.resolve(dataclasses.replace(CONFIG, selection=selection))
         run_dir = tmp_path / config.method.replace(":", "_")
-        run_dir.mkdir()
-        metrics = folder.CsvFile(run_dir / folder.METRICS)
-        figures = {"accuracy": 50.0 + number, "nll": 1.0, "ece": 0.1}
-        row = {f"global_{key}": value for key, value in figures.items()}
-        for round_index in (1, 2, 3):
-            metrics.append({"round": round_index, "seed": 0, **row})
-        folder.write_json(
-            run_dir / folder.SUMMARY,
-            {
-                "method": config.method,
-                "dataset": "digits",
-                "rounds": 3,
-                "evaluated_on": "test",
-                "failed": False,
-                "round_seconds": 0.1,
-                "per_seed": [{"global": figures, "personal": figures}],
-                "config": config.to_dict(),
-                "data_sha256": setup.experiment(config).data_sha256,
-            },
-        )
+        finish(run_dir, config, 50.0 + number)
         runs.append((config, options(run_dir, resume=True)))
     return runs
 
@@ -93,7 +99,83 @@ def test_the_curves_come_from_each_runs_rows(runs, tmp_path, monkeypatch):
     assert drawn[0][-1]["global_accuracy"] == 51.0
     same = [summary | {"method": "fedavg"} for summary in summaries]
     report.write_comparison(tmp_path, [one for _, one in runs], same, "text")
-    assert [row["method"] for row in drawn[1][::3]] == ["fedavg", "fedavg_round_robin"]
+    assert [row["method"] for row in drawn[1][::3]] == [
+        "fedavg selection=uniform",
+        "fedavg selection=round_robin",
+    ]
+
+
+def test_only_what_differs_in_nothing_but_the_seed_is_a_seed(tmp_path, monkeypatch):
+    """Three penalties of one method, one of them with a second seed in a run of its
+    own: each penalty has a row and a curve."""
+    drawn = []
+    monkeypatch.setattr(
+        report.plots,
+        "comparison_curves",
+        lambda path, rows, title: drawn.extend(rows),
+    )
+    runs, settings = [], [(1.0, 0), (2.0, 0), (3.0, 0), (3.0, 1)]
+    for mu, seed in settings:
+        config = dataclasses.replace(
+            CONFIG, algorithm="fedprox", options={"mu": mu}, seed=seed
+        )
+        finish(tmp_path / f"{mu}_{seed}", setup.resolve(config), 50 + 10 * mu + seed)
+        runs.append((config, options(tmp_path / f"{mu}_{seed}", resume=True)))
+    experiment.run_all(runs)
+    rows = (tmp_path / report.TABLE).read_text().splitlines()[3:]
+    assert [" ".join(row.split()[:2]) for row in rows] == [
+        f"fedprox mu={mu}" for mu in (1.0, 2.0, 3.0)
+    ]
+    assert "60.00  " in rows[0] and "80.50 ± 0.71" in rows[2] and "±" not in rows[1]
+    assert [row["method"] for row in drawn[::3]] == [
+        f"fedprox mu={mu}" for mu, _ in settings
+    ]
+
+
+def test_rows_are_named_after_what_differs(tmp_path):
+    def label(*changes, names=("a", "b")):
+        summaries = []
+        for change in changes:
+            sha = change.pop("sha", "0" * 64)
+            config = setup.resolve(dataclasses.replace(CONFIG, **change)).to_dict()
+            summaries.append(
+                {
+                    "method": change.get("algorithm", "fedavg"),
+                    "config": config,
+                    "data_sha256": sha,
+                    "seeds": [config["seed"]],
+                }
+            )
+        return report.labels(summaries, [options(tmp_path / name) for name in names])
+
+    assert label({}, {"seed": 1}) == ["fedavg", "fedavg"]
+    assert label({}, {"algorithm": "fedbabu", "rounds": 9}) == ["fedavg", "fedbabu"]
+    assert label({}, {"hidden": (3, 4), "model": "mlp"}) == [
+        "fedavg model=logistic hidden=256",
+        "fedavg model=mlp hidden=3,4",
+    ]
+    # The same data elsewhere, other data, and twice the very same run.
+    assert label({"data_file": "x"}, {"seed": 1}) == ["fedavg", "fedavg"]
+    assert label({}, {"sha": "1" * 64}) == [
+        "fedavg data=00000000",
+        "fedavg data=11111111",
+    ]
+    assert label({"alpha": 1.0}, {"alpha": 2.0, "sha": "1" * 64})[1] == (
+        "fedavg alpha=2.0"
+    )
+    assert label({}, {}) == ["fedavg (a)", "fedavg (b)"]
+
+
+def test_each_run_is_told_of_with_its_own_rounds(tmp_path):
+    runs = []
+    for algorithm, rounds in (("fedavg", 3), ("local_only", 6)):
+        config = dataclasses.replace(CONFIG, algorithm=algorithm, rounds=rounds)
+        finish(tmp_path / algorithm, setup.resolve(config), 50.0)
+        runs.append((config, options(tmp_path / algorithm, resume=True)))
+    experiment.run_all(runs)
+    first = (tmp_path / report.TABLE).read_text().splitlines()[0]
+    assert first.startswith("fedavg after 3 rounds, test data")
+    assert "; local_only after 6 rounds, test data" in first
 
 
 def test_one_run_or_runs_of_several_folders_are_not_compared(tmp_path):

@@ -99,7 +99,8 @@ def test_a_loss_is_told_with_the_place_to_go_on(runs, tmp_path):
         f"process 1 of 2 was lost; {stopped} holds no checkpoint: start all 2 again"
     )
     path = stopped / "checkpoint.npz"
-    npz_tree.save(path, {"a": 1.0}, {"round": 4})
+    notes = {"config": {}, "round": 4, "problems": {}}
+    npz_tree.save(path, {"a": 1.0}, notes)
     line = lost_line([1, 3], 4, runs)
     assert line == (
         f"processes 1, 3 of 4 were lost; {path} holds round 4 of 9: start all 4 again "

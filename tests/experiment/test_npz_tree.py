@@ -63,6 +63,7 @@ def assert_same(got, wanted):
 
 @pytest.fixture
 def path(tmp_path):
+    (tmp_path / "run [1]").mkdir()
     return tmp_path / "run [1]" / "checkpoint.npz"
 
 
@@ -226,7 +227,6 @@ def test_failure_before_the_rename_keeps_the_old_file(path, monkeypatch):
 
 
 def test_save_removes_stale_temporary_files_and_no_others(path):
-    path.parent.mkdir()
     for name in ("checkpoint.npz.tmp.123", "notes.tmp.1", "checkpoint.npz.bak"):
         (path.parent / name).write_text("")
     save(path, np.zeros(2), METADATA)
@@ -250,6 +250,8 @@ def test_kill_9_leaves_a_whole_checkpoint(tmp_path):
     root = str(Path(fedvi.__path__[0]).parent)
     environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     paths = [tmp_path / str(trial) / "checkpoint.npz" for trial in range(3)]
+    for path in paths:
+        path.parent.mkdir()
     children = [
         subprocess.Popen([sys.executable, "-c", SAVE_LOOP, path], env=environment)
         for path in paths

@@ -85,7 +85,7 @@ def test_withheld_values_are_not_counted():
     per_round = RoundBytes(up=1000, up_as_sums=900, down=500, withheld=10)
     assert per_round.sent_up({}) == 1000
     assert per_round.sent_up({"withheld": 25.0}) == 750
-    assert per_round.sent_up({"withheld": float("nan")}) == 1000  # nobody took part
+    assert per_round.sent_up({"withheld": None}) == 1000  # nobody took part
     # Rounds 1 and 2 with 30 withheld, 3 to 6 with 60; another seed with none.
     rows = [
         {"seed": 0, "round": 2, "withheld": 30.0},
@@ -106,14 +106,15 @@ def test_the_table_has_a_row_per_seed():
     assert [row["round_seconds"] for row in rows] == [0.2, None]
     assert rows[0] == {
         "method": "a",
+        "failed": False,
         "global_accuracy": 80.0,
         "personal_accuracy": 90.0,
         "ece": 0.1,
         "nll": 0.5,
         "round_seconds": 0.2,
     }
-    failed = table_rows(summary | {"failed": True})
-    assert [row["method"] for row in failed] == ["a (failed)"] * 2
+    failed = table_rows(summary | {"failed": True}, "b")
+    assert [(row["method"], row["failed"]) for row in failed] == [("b", True)] * 2
     last = {"rounds": 3, **{model: one[model] | {"accuracy": 1.0} for model in one}}
     averaged = table_rows(summary | {"per_seed": [one | {"mean_of_last_rounds": last}]})
     assert averaged[0]["global_accuracy"] == averaged[0]["personal_accuracy"] == 1.0

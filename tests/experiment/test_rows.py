@@ -63,7 +63,7 @@ def test_rows_hold_each_seeds_own_figures():
     assert (first["round"], first["seed"], first["split"]) == (3, 4, "test")
     assert (first["global_accuracy"], second["global_accuracy"]) == (60.0, 90.0)
     assert first["global_entropy"] == 1.0
-    assert first["loss"] == 2.0 and np.isnan(second["loss"])
+    assert first["loss"] == 2.0 and second["loss"] is None
     assert first["personal_accuracy"] is None
     assert first.keys() == second.keys()
     assert not any("novel" in key or "rand" in key for key in first)
