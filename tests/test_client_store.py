@@ -1,5 +1,7 @@
 """The store against a dictionary; what a crash leaves; damaged files."""
 
+import errno
+import os
 import shutil
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedvi.client_store import ClientStore
+from fedvi.folder_lock import FolderLock
 
 LIKE = jax.eval_shape(
     lambda: {
@@ -162,3 +165,55 @@ def test_other_states_and_damaged_files_are_named(tmp_path):
     index.write_bytes(index.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"index.npz .*damaged"):
         ClientStore(LIKE, 20, tmp_path)
+
+
+def test_of_two_stores_of_one_process_the_later_one_writes(tmp_path):
+    """C34: as a cell of a notebook that is run again."""
+    store = ClientStore(LIKE, 20, tmp_path)
+    store.write(np.arange(5), states_of(np.arange(5)))
+    store.commit()
+    later = ClientStore(LIKE, 20, tmp_path)
+    for call in (
+        lambda: store.write(np.arange(5), states_of(np.arange(5))),
+        lambda: store.commit(),
+    ):
+        with pytest.raises(
+            ValueError, match=f"folder={tmp_path} was opened by a later"
+        ):
+            call()
+    later.write(np.arange(2), states_of([7, 8]))
+    later.commit()
+    with pytest.raises(ValueError, match="of 20 clients"):
+        ClientStore(LIKE, 21, tmp_path)  # takes nothing away
+    later.write(np.arange(1), states_of([9]))
+    check(later, {0: 9, 1: 8, 2: 2, 3: 3, 4: 4}, 20)
+
+
+def test_another_process_is_refused_while_a_store_lives(tmp_path):
+    """C34; what another process would find is what a lock of our own finds."""
+    store = ClientStore(LIKE, 20, tmp_path)
+    with pytest.raises(ValueError, match=f"folder={tmp_path} is in use: process"):
+        FolderLock(tmp_path)
+    del store
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ValueError, match=f"folder={tmp_path} is in use: process"):
+        ClientStore(LIKE, 20, tmp_path)
+    lock.release()
+
+
+def test_a_disk_that_fills_up_is_an_error_and_not_the_end(tmp_path, monkeypatch):
+    """C31: the room is taken before anything is written to the mapped file."""
+    store = ClientStore(LIKE, 20, tmp_path)
+    store.write(np.arange(5), states_of(np.arange(5)))
+    store.commit()
+
+    def full(*arguments):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=f"folder={tmp_path} cannot hold .*quota"):
+        for _ in range(30):
+            store.write(np.arange(20), states_of(np.arange(20)))
+            store.commit()
+    monkeypatch.undo()
+    assert ClientStore(LIKE, 20, tmp_path).visited >= 5

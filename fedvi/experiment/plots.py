@@ -13,7 +13,7 @@ import numpy as np
 
 from fedvi.evaluation import Scores, Uncertainty, reliability
 from fedvi.experiment import folder
-from fedvi.experiment.rows import ABSURD_NLL
+from fedvi.experiment.rows import ABSURD_NLL, by_method
 from fedvi.experiment.setup import Experiment
 
 __all__ = [
@@ -170,7 +170,7 @@ def learning_curves(
       False if matplotlib is not installed (the `plots` extra): nothing is drawn.
 
     Raises:
-      ValueError: there are no rows.
+      ValueError: there are no rows, or two of one method, round and seed.
     """
     return _over_rounds(path, rows, _LEARNING, title, _ONE_RUN)
 
@@ -243,9 +243,7 @@ def _over_rounds(
     figure = _new_figure(4.5 * len(panels), 4.0)
     if figure is None:
         return False
-    methods: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        methods.setdefault(str(row.get("method", "")), []).append(row)
+    methods = by_method(rows)
     handles = {}
     axes = figure.subplots(1, len(panels))
     for axis, (metric, panel) in zip(axes, panels.items()):

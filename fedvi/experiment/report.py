@@ -13,7 +13,7 @@ from fedvi import __version__
 from fedvi.experiment import folder, plots
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.experiment.rows import MODELS, trouble
+from fedvi.experiment.rows import MODELS, by_method, trouble
 from fedvi.experiment.setup import Experiment, identity
 
 __all__ = [
@@ -179,7 +179,7 @@ def summary(
         seed = config.seed + index
         own = [row for row in rows if row["seed"] == seed]
         lost = problems["lost_rounds"].get(str(seed), 0) == config.rounds
-        failure = _failure(config, own, finite[index], lost)
+        failure = _failure(experiment, own, finite[index], lost)
         per_seed.append(
             {
                 "seed": seed,
@@ -232,7 +232,7 @@ def summary(
 
 
 def _failure(
-    config: ExperimentConfig,
+    experiment: Experiment,
     rows: Sequence[Mapping[str, Any]],
     finite: bool,
     lost: bool,
@@ -240,10 +240,11 @@ def _failure(
     """Why a seed's run came to nothing; None: it did not."""
     if lost:
         return "no participant's upload counted in any round"
+    config, classes = experiment.config, experiment.data.classes
     shown = [r for r in rows if config.is_final(r["round"]) or r is rows[-1]]
     if config.window:
         shown = [row for row in rows if config.in_window(row["round"])]
-    found = [trouble(row, finite) for row in reversed(shown)]
+    found = [trouble(row, classes, finite) for row in reversed(shown)]
     return next(filter(None, found), None)
 
 
@@ -328,6 +329,7 @@ def table_rows(
         figures = window or one.get("mean_of_last_rounds") or one
         row = {
             "method": label or summary["method"],
+            "seed": one.get("seed", index),
             "failed": one.get("failed", summary["failed"]),
             "global_accuracy": figures["global"]["accuracy"],
             "personal_accuracy": figures.get("personal", {}).get("accuracy"),
@@ -422,19 +424,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Aligned plain-text table of results, one line per method.
 
     Args:
-      rows: one dict per method and seed: `method`, and any of `global_accuracy`,
-        `personal_accuracy` (per cent), `ece` (fraction, shown in per cent), `nll`
-        (nats), `round_seconds`. A value that is absent or None is shown as "-".
-        `accuracy_std_between_rounds` (per cent) has a column where a row has it. A seed
-        that has `failed` is counted beside the method's name.
+      rows: one dict per method and seed: `method`, and any of `seed`,
+        `global_accuracy`, `personal_accuracy` (per cent), `ece` (fraction, shown in per
+        cent), `nll` (nats), `round_seconds`. A value that is absent or None is shown as
+        "-". `accuracy_std_between_rounds` (per cent) has a column where a row has it. A
+        seed that has `failed` is counted beside the method's name.
 
     Returns:
       The table. With several seeds of a method, mean ± sample standard deviation
       (divisor seeds - 1) over them.
+
+    Raises:
+      ValueError: two rows of one method and seed.
     """
-    methods: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        methods.setdefault(str(row["method"]), []).append(row)
+    methods = by_method(rows)
     columns = [
         column
         for column in _COLUMNS

@@ -14,6 +14,7 @@ from fedvi.selection import Choice
 __all__ = [
     "ABSURD_NLL",
     "MODELS",
+    "by_method",
     "choice_rows",
     "evaluation_rows",
     "trouble",
@@ -21,9 +22,11 @@ __all__ = [
 
 MODELS = ("global", "personal")
 # 149 log 2, 103 nats: at a larger mean NLL the probability of the true class, in the
-# geometric mean, is below 2^-149, the smallest number that float32 holds. The uniform
-# predictor has log(classes); whatever learns, or has not begun to, is far from both.
+# geometric mean, is below 2^-149, the smallest number that float32 holds.
 ABSURD_NLL = 149 * float(np.log(2))
+# Of the uniform predictor's log(classes), where the accuracy is no better than its
+# 1/classes, a quarter of that for chance and for classes of different sizes.
+_SURE, _GUESS = 10.0, 1.25
 
 
 def evaluation_rows(
@@ -88,11 +91,16 @@ def evaluation_rows(
     return rows
 
 
-def trouble(row: Mapping[str, Any], finite: bool = True) -> str | None:
+def trouble(row: Mapping[str, Any], classes: int, finite: bool = True) -> str | None:
     """What says that a seed has diverged; None: nothing does.
+
+    NaN and infinity; a mean NLL above `ABSURD_NLL`, of any model, those without a use
+    included (BPFed's global one has a few nats); or personal and global models that
+    both guess, and are ten times worse than if they did not pretend to know.
 
     Args:
       row: of `evaluation_rows`; what was not measured is None.
+      classes: that there are.
       finite: whether the server's state is.
     """
     if not finite:
@@ -105,11 +113,42 @@ def trouble(row: Mapping[str, Any], finite: bool = True) -> str | None:
             nll = row.get(f"{group}{model}_nll")
             if nll is not None and not nll <= ABSURD_NLL:  # NaN too
                 who = f"{group}{model}".replace("_", " ")
-                return (
-                    f"the NLL of the {who} model is {nll:.3g} nats, above "
-                    f"{ABSURD_NLL:.0f}"
-                )
+                return f"the NLL of the {who} model is {nll:.3g} nats"
+    limit = _SURE * np.log(classes)
+    if row.get("personal_nll") is not None and all(
+        row[f"{model}_accuracy"] <= _GUESS * 100 / classes
+        and row[f"{model}_nll"] > limit
+        for model in MODELS
+    ):
+        return (
+            f"both models guess, and the global one's NLL is {row['global_nll']:.3g} "
+            f"nats, more than {_SURE:.0f} log({classes})"
+        )
     return None
+
+
+def by_method(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows of several seeds, to be averaged, under the `method` that each names.
+
+    Raises:
+      ValueError: a method has two rows of one round and seed: they are of runs that
+        differ in more than the seed.
+    """
+    methods: dict[str, list[Mapping[str, Any]]] = {}
+    seen = set()
+    for row in rows:
+        method = str(row.get("method", ""))
+        place = (method, row.get("round"), row.get("seed"))
+        if "seed" in row and place in seen:
+            raise ValueError(
+                f"method={method!r} has two rows of seed {row['seed']}: give runs that "
+                "differ in more than the seed a method of their own"
+            )
+        seen.add(place)
+        methods.setdefault(method, []).append(row)
+    return methods
 
 
 def choice_rows(

@@ -388,8 +388,9 @@ class Session:
             seconds=seconds / n / len(self.seeds),
             per_round=self.per_round,
         )
+        classes = self.experiment.data.classes
         for row, finite in zip(evaluation, self.finite):
-            if trouble := rows.trouble(row, finite):
+            if trouble := rows.trouble(row, classes, finite):
                 lines.append(
                     f"WARNING: seed {row['seed']}: {trouble} after round {self.round}; "
                     "a smaller learning_rate may help"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedvi.data import ClientArrays, ClientData, ClientFiles, write_client_files
+from fedvi.folder_lock import FolderLock
 
 
 def block(clients, seed, capacity=4):
@@ -109,3 +110,11 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path, blocks, message):
         write_client_files(tmp_path / "new", blocks)
     with pytest.raises(ValueError, match="no clients.json"):
         ClientFiles(tmp_path / "new")
+
+
+def test_two_cannot_write_one_folder_at_once(tmp_path):
+    """C34."""
+    with FolderLock(tmp_path):
+        with pytest.raises(ValueError, match="is in use: process"):
+            write_client_files(tmp_path, [])
+    assert list(tmp_path.iterdir()) == []

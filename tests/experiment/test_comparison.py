@@ -45,7 +45,7 @@ def finish(run_dir, config, accuracy):
             "failed": False,
             "round_seconds": 0.1,
             "seeds": [config.seed],
-            "per_seed": [{"global": figures, "personal": figures}],
+            "per_seed": [{"seed": config.seed, "global": figures, "personal": figures}],
             "config": config.to_dict(),
             "data_sha256": setup.experiment(config).data_sha256,
         },

@@ -106,6 +106,7 @@ def test_the_table_has_a_row_per_seed():
     assert [row["round_seconds"] for row in rows] == [0.2, None]
     assert rows[0] == {
         "method": "a",
+        "seed": 0,
         "failed": False,
         "global_accuracy": 80.0,
         "personal_accuracy": 90.0,
@@ -169,6 +170,19 @@ def test_table_shows_the_std_between_rounds_where_there_is_one():
     assert cells(lines[0])[:3] == ["method", "global accuracy", "std between rounds"]
     assert cells(lines[2])[:3] == ["a", "80.00", "1.25"]
     assert cells(lines[3])[:3] == ["b", "70.00", "-"]
+
+
+def test_the_table_counts_the_seeds_that_failed():
+    rows = [{"method": "m", "failed": seed == 1, "nll": 1.0} for seed in range(3)]
+    rows += [{"method": "n", "failed": True}, {"method": "o", "nll": 1.0}]
+    methods = [cells(line)[0] for line in table(rows).splitlines()[2:]]
+    assert methods == ["m (1 of 3 seeds failed)", "n (failed)", "o"]
+
+
+def test_two_rows_of_one_seed_are_no_seeds():
+    rows = [{"method": "m", "seed": 3, "nll": nll} for nll in (1.0, 2.0)]
+    with pytest.raises(ValueError, match="method='m' has two rows of seed 3"):
+        table(rows)
 
 
 def test_table_survives_a_diverged_seed():

@@ -9,7 +9,7 @@ from fedvi.evaluation import Scores
 from fedvi.experiment import setup
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig
-from fedvi.experiment.rows import choice_rows, evaluation_rows
+from fedvi.experiment.rows import choice_rows, evaluation_rows, trouble
 from fedvi.federation import RoundMetrics
 from fedvi.selection import Choice
 
@@ -146,3 +146,28 @@ def test_recovered_clusters_are_compared_over_those_that_train(cut_out):
     rows = rows_of(experiment, correct, nothing_happened(2), found)
     assert rows[0]["adjusted_rand"] == 1.0 > rows[1]["adjusted_rand"]
     assert "adjusted_rand" not in rows_of(experiment, correct, nothing_happened(2))[0]
+
+
+def test_what_says_that_a_seed_has_diverged():
+    """C21: what is finite can be absurd; what only guesses, or is only unsure, is no
+    failure."""
+
+    def said(global_nll, personal_nll=None, accuracy=(10.0, 10.0), **more):
+        row = {"global_nll": global_nll, "personal_nll": personal_nll, **more}
+        row |= {"global_accuracy": accuracy[0], "personal_accuracy": accuracy[1]}
+        return trouble(row, 10)
+
+    assert trouble({}, 10, finite=False) == "the server's state is not finite"
+    for loss in (np.nan, np.inf):
+        assert said(1.0, loss=loss) == f"the loss is {loss}"
+    assert said(1.0, loss=None) is None  # nobody took part
+    for nll in (np.nan, np.inf, 1e14, 104.0):
+        assert "the NLL of the global model is" in said(nll)
+        assert "the NLL of the personal model is" in said(1.0, nll)
+        assert "novel personal model" in said(1.0, 1.0, novel_personal_nll=nll)
+    assert said(102.0) is None
+    # Guessing: alone, unsure, or with one model that knows more (BPFed, local_only).
+    assert said(2.3, 2.3) is None and said(47.0) is None
+    assert said(22.9, 47.0) is None and said(47.0, 0.2, (10.0, 93.0)) is None
+    assert "both models guess, and the global one's NLL is 47 nats" in said(47.0, 47.0)
+    assert said(47.0, 47.0, (30.0, 30.0)) is None

@@ -2,7 +2,10 @@
 
 import csv
 import dataclasses
+import errno
 import json
+import os
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,9 @@ import numpy as np
 import pytest
 
 from fedvi import algorithms, data, experiment
-from fedvi.experiment import folder, load_data, npz_tree, setup
+from fedvi.experiment import folder, load_data, npz_tree, report, setup
 from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.folder_lock import FolderLock
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -185,6 +189,140 @@ def test_a_stopped_run_continues_bit_for_bit(run_dir, tmp_path, monkeypatch, cap
         assert left | {"seconds": ""} == right | {"seconds": ""}
 
 
+def copied(run_dir, where, names=None):
+    where.mkdir(exist_ok=True)
+    for name in names or [file.name for file in run_dir.iterdir()]:
+        (where / name).write_bytes((run_dir / name).read_bytes())
+    return where
+
+
+def contents(where):
+    return {path.name: path.read_bytes() for path in where.iterdir()}
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_live_run_is_left_alone(run_dir, tmp_path, flags):
+    """C34: a start, a resume, an overwrite, alone and as the second of two methods."""
+    one = copied(run_dir, tmp_path / "a")
+    other = options(tmp_path / "b", **flags)
+    with FolderLock(one):
+        before = contents(one)
+        with pytest.raises(ValueError, match=f"run_dir={one} is in use: process"):
+            experiment.run(CONFIG, options(one, **flags))
+        runs = [
+            (change(algorithm="local_only"), other),
+            (CONFIG, options(one, **flags)),
+        ]
+        with pytest.raises(ValueError, match=f"run_dir={one} is in use: process"):
+            experiment.run_all(runs)
+        assert contents(one) == before
+    with FolderLock(tmp_path):  # the folder of their comparison
+        with pytest.raises(ValueError, match=f"run_dir={tmp_path} is in use"):
+            experiment.run_all(runs)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "name", [folder.CHECKPOINT, folder.METRICS, folder.RELIABILITY, folder.SUMMARY]
+)
+def test_a_full_disk_ends_in_one_line_and_can_be_resumed(
+    run_dir, tmp_path, monkeypatch, name
+):
+    """C31: at the second time that a file is written, of those written but once at the
+    first."""
+    fsync, seen = os.fsync, []
+
+    def full(file):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if os.path.basename(path).startswith(name):
+            seen.append(path)
+            if len(seen) == (2 if name in (folder.CHECKPOINT, folder.METRICS) else 1):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError) as error:
+        experiment.run(CONFIG, options(tmp_path))
+    monkeypatch.undo()
+    message = str(error.value)
+    assert f"run_dir={tmp_path} cannot be written to ({name}" in message
+    assert "No space left" in message and "--resume" in message
+    assert "\n" not in message
+    assert not (tmp_path / folder.SUMMARY).exists()
+    experiment.run(CONFIG, options(tmp_path, resume=True))
+    straight, resumed = arrays_of(run_dir), arrays_of(tmp_path)
+    for name in straight:
+        np.testing.assert_array_equal(straight[name], resumed[name], err_msg=name)
+    for left, right in zip(rows_of(run_dir), rows_of(tmp_path), strict=True):
+        assert left | {"seconds": ""} == right | {"seconds": ""}
+
+
+def test_a_folder_that_is_gone_does_not_come_back(tmp_path, monkeypatch, compiled):
+    """C31: a network drive. What is written where it was would hide it."""
+    save = npz_tree.save
+
+    def save_and_lose(*arguments):
+        save(*arguments)
+        os.rename(tmp_path / "run", tmp_path / "gone")
+
+    monkeypatch.setattr(npz_tree, "save", save_and_lose)
+    with pytest.raises(ValueError, match="cannot be written to .metrics.csv: No such"):
+        experiment.run(CONFIG, options(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+METRICS_EDITS = {
+    "cut": lambda text: text[: text.index("\n") + 1],
+    "a round less": lambda text: "".join(
+        line for line in text.splitlines(True) if not line.startswith("2,8")
+    ),
+    "a word": lambda text: text.replace(",test,", ",test,fast", 1),
+    "no round": lambda text: text.replace("\n2,", "\ntwo,", 1),
+    "a cell more": lambda text: text.replace("\n2,", "\n2,2,", 1),
+    "another file": lambda text: "{}",
+    "binary": lambda text: "\0" * 99,
+}
+
+
+@pytest.mark.parametrize("edit", METRICS_EDITS)
+def test_metrics_that_were_changed_are_named(run_dir, tmp_path, edit):
+    """C36, before anything is compiled or written."""
+    names = (folder.CONFIG, folder.METRICS, folder.CHECKPOINT)
+    copied(run_dir, tmp_path, names)
+    path = tmp_path / folder.METRICS
+    path.write_text(METRICS_EDITS[edit](path.read_text()))
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="metrics.csv") as error:
+        experiment.run(CONFIG, options(tmp_path, resume=True))
+    assert "\n" not in str(error.value)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"config": 3}', None, "\0"])
+def test_a_summary_that_was_changed_is_named(run_dir, tmp_path, text):
+    """C36."""
+    copied(run_dir, tmp_path)
+    path = tmp_path / folder.SUMMARY
+    if text is None:  # of this very run, without its figures
+        text = json.dumps(summary_of(run_dir) | {"per_seed": [{}]})
+    path.write_text(text)
+    with pytest.raises(ValueError, match="summary.json was changed or cut short .*put"):
+        experiment.run(CONFIG, options(tmp_path, resume=True))
+    path.unlink()  # as the line says
+    summary = experiment.run(CONFIG, options(tmp_path, resume=True))
+    assert summary["global"] == summary_of(run_dir)["global"]
+
+
+@pytest.mark.parametrize("notes", [{}, {"config": 3, "round": 1, "problems": {}}])
+def test_a_checkpoint_without_notes_is_named(run_dir, tmp_path, notes):
+    """C36; `config.json` is only written: what a run is, its checkpoint says."""
+    copied(run_dir, tmp_path, (folder.CONFIG, folder.METRICS))
+    (tmp_path / folder.CONFIG).write_text("{")
+    npz_tree.save(tmp_path / folder.CHECKPOINT, {"a": 1.0}, notes)
+    with pytest.raises(ValueError, match=r"checkpoint.npz holds no notes of a run"):
+        experiment.run(CONFIG, options(tmp_path, resume=True))
+
+
 def test_eight_devices_give_the_result_of_one(run_dir, tmp_path):
     """In rows of two, which hold a model's layers together."""
     devices = options(tmp_path, devices=8, model_devices=2)
@@ -207,8 +345,7 @@ def test_a_resume_needs_the_same_data_at_any_place(run_dir, tmp_path, capsys):
         np.savez(tmp_path / name, **split, train_y=train_y)
         return change(data_file=str(tmp_path / name))
 
-    for file in run_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    copied(run_dir, tmp_path)
     again = options(tmp_path, resume=True)
     with pytest.raises(ValueError, match="data_sha256 is '.* there and '.* here"):
         experiment.run(config_of("other.npz", change_one=1), again)
@@ -225,8 +362,7 @@ def test_a_resume_needs_the_same_settings(run_dir):
 
 
 def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path):
-    for name in (folder.CONFIG, folder.METRICS, folder.CHECKPOINT):
-        (tmp_path / name).write_bytes((run_dir / name).read_bytes())
+    copied(run_dir, tmp_path, (folder.CONFIG, folder.METRICS, folder.CHECKPOINT))
     summary = experiment.run(CONFIG, options(tmp_path, resume=True))
     assert summary["personal"] == summary_of(run_dir)["personal"]
     assert len(rows_of(tmp_path)) == 4
@@ -256,15 +392,29 @@ def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
     assert (tmp_path / folder.CHECKPOINT).exists()
 
 
-def diverges(task):
+def diverges(task, factor=jnp.nan):
     """FedAvg whose server breaks in the second round."""
     fedavg = algorithms.fedavg(task)
 
     def server_update(key, round_index, server, aggregate):
         server = fedavg.server_update(key, round_index, server, aggregate)
-        return jax.tree.map(lambda p: jnp.where(round_index == 1, jnp.nan, p), server)
+        return jax.tree.map(
+            lambda p: jnp.where(round_index == 1, factor * p, p), server
+        )
 
     return fedavg._replace(server_update=server_update)
+
+
+def test_what_is_finite_can_be_absurd(tmp_path, compiled, capsys):
+    """C21: finite to the end, and yet failed, in all that tells of the run."""
+    config = change(seeds=1, rounds=2, finetune_epochs=0)
+    summary = experiment.run(config, options(tmp_path), partial(diverges, factor=1e14))
+    [seed] = summary["per_seed"]
+    assert seed["finite"] and seed["failed"] and summary["failed"]
+    assert "NLL of the global model is" in seed["failure"]
+    assert report.failures(summary) == {7: seed["failure"]}
+    assert "fedavg (failed)" in report.comparison([summary], [options(tmp_path)])
+    assert "WARNING: seed 7: the NLL of the global model" in capsys.readouterr().out
 
 
 def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
@@ -338,7 +488,7 @@ def test_an_unusable_run_folder_is_named(tmp_path):
     for run_dir in (tmp_path / "file" / "below", tmp_path / ("long" * 100)):
         with pytest.raises(ValueError, match="run_dir=.* cannot be made"):
             experiment.run(CONFIG, options(run_dir))
-    with pytest.raises(ValueError, match="run_dir=.* cannot be made"):
+    with pytest.raises(ValueError, match="run_dir=.*file is a file"):
         experiment.run(CONFIG, options(tmp_path / "file", overwrite=True))
 
 

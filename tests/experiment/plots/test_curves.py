@@ -101,6 +101,17 @@ def test_learning_curves_survive_one_row_and_a_diverged_seed(tmp_path, assert_pn
         learning_curves(path, [])
 
 
+def test_an_absurd_loss_is_a_gap_and_two_rows_of_a_seed_an_error(tmp_path, drawn):
+    """The others' curves keep their scale; runs of other settings are no seeds."""
+    rows = make_rows(seeds=1)
+    rows[1] = rows[1] | {"global_nll": 1e14}
+    learning_curves(tmp_path / "curves.png", rows)
+    gap = np.isnan(drawn[0].axes[1].lines[0].get_ydata())
+    np.testing.assert_array_equal(gap, [False, True, False])
+    with pytest.raises(ValueError, match="has two rows of seed 0"):
+        learning_curves(tmp_path / "curves.png", [*rows, rows[0]])
+
+
 def test_novel_clients_have_curves_of_their_own(tmp_path, drawn):
     rows = [row | {"novel_personal_accuracy": 60.0} for row in make_rows(seeds=1)]
     learning_curves(tmp_path / "curves.png", rows)
