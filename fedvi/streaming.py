@@ -100,17 +100,19 @@ class StreamedFederation(BaseFederation):
         if mesh is not None and MODEL_AXIS in mesh.shape:
             raise ValueError(
                 "mesh splits models over devices, and a stream keeps them whole: use "
-                "Federation, or clients_mesh without model_devices"
+                "Federation (run without --stream), or clients_mesh without "
+                "model_devices"
             )
         if jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes: clients are streamed to the devices "
-                "of one process only; use Federation"
+                "of one process only; use Federation (run without --stream)"
             )
         if selection is not None and selection.measure is not None:
             raise ValueError(
                 f"selection by measure={selection.measure!r} needs a report of "
-                "all clients in every round: use Federation, or uniform or round_robin"
+                "all clients in every round: use Federation (run without --stream), or "
+                "uniform or round_robin"
             )
         super().__init__(
             algorithm,

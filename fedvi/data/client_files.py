@@ -63,8 +63,8 @@ def write_client_files(folder: str | Path, blocks: Iterable[ClientData]) -> None
 
     Raises:
       ValueError: the folder holds clients already, another process is writing to it,
-        there are no blocks, a block's shapes or types differ from the first one's, or a
-        size exceeds the capacity.
+        there are no blocks, a block's shapes or types differ from the first one's, a
+        size exceeds the capacity, or the disk is full.
     """
     folder = Path(folder).expanduser()
     with FolderLock(folder):
@@ -231,7 +231,13 @@ def _check_block(number: int, block: ClientData, first: ClientData) -> None:
 
 
 def _write(path: Path, array: np.ndarray) -> dict[str, Any]:
-    np.save(path, array, allow_pickle=False)
+    try:
+        np.save(path, array, allow_pickle=False)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror or error}): see that there is "
+            "room, and write the folder again"
+        ) from error
     return {
         "name": path.name,
         "bytes": path.stat().st_size,

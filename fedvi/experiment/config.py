@@ -523,6 +523,11 @@ def _check_agreement(config: ExperimentConfig) -> None:
         )
     if config.clients:
         check_novel(config.clients, config.novel_clients)
+    if config.seed + config.seeds > 2**32:
+        raise ValueError(
+            f"seed={config.seed} is too large for seeds={config.seeds} runs: the last "
+            "one must be below 2^32"
+        )
     if config.second_data_file is not None and config.second_dataset is None:
         raise ValueError(
             f"second_data_file={config.second_data_file!r} needs a name for its "

@@ -107,7 +107,8 @@ def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     with _alone(folders if common is None else [common, *folders]):
         experiments = _prepared(runs, common=common)
         if common is not None and any(options.overwrite for options in all_options):
-            processes.on_first(lambda: report.clear_comparison(common))
+            with folder.writing(common):
+                processes.on_first(lambda: report.clear_comparison(common))
         summaries = []
         for experiment, options in zip(experiments, all_options):
             config = experiment.config
@@ -466,16 +467,17 @@ class Session:
                 devices=list(self.federation.mesh.devices.flat),
                 per_round=self.per_round,
             )
-            if not plots.draw(
+            drawn = plots.draw(
                 self.run_dir,
                 self.experiment,
                 rows=evaluations,
                 scores=self.scores,
                 uncertainty=uncertainty,
                 summary=result,
-            ):
-                print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
+            )
             folder.write_json(self.run_dir / folder.SUMMARY, result)
+            if not drawn:
+                print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
             return result
 
         return processes.on_first(write)

@@ -43,13 +43,16 @@ class BinaryLogistic(nn.Module):
 
     classes: int
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __post_init__(self):
         if self.classes != 2:
             raise ValueError(
                 f"model='binary_logistic' has two classes, not {self.classes}: use "
                 "'logistic', or keep two classes (one_against_rest)"
             )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
         logit = Dense(1, use_bias=False, name=HEAD)(_flatten(x))
         return jnp.concatenate([jnp.zeros_like(logit), logit], axis=-1)
 

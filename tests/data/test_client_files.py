@@ -118,3 +118,15 @@ def test_two_cannot_write_one_folder_at_once(tmp_path):
         with pytest.raises(ValueError, match="is in use: process"):
             write_client_files(tmp_path, [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_of_and_leaves_nothing_complete(tmp_path, monkeypatch):
+    """C31."""
+
+    def full(*arguments, **more):
+        raise OSError("99 requested and 3 written")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(ValueError, match="x_00000.npy cannot be written .99 requested"):
+        write_client_files(tmp_path, BLOCKS)
+    assert not (tmp_path / "clients.json").exists()

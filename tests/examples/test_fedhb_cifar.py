@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,13 +32,13 @@ SETTINGS = """
 """
 
 
-def start(*arguments):
+def start(*arguments, **environment):
     return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / "fedhb_cifar.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
     )
 
 
@@ -77,8 +78,7 @@ def test_a_killed_run_continues_bit_for_bit(folder, straight):
         f"--compilation_cache={folder / 'xla'}",
     ]
     process = start(*command)
-    while not (run_dir / "checkpoint.npz").exists() and process.poll() is None:
-        time.sleep(0.005)
+    wait_for(run_dir / "checkpoint.npz", process)
     process.kill()
     finish(process)
     assert not (run_dir / "summary.json").exists()
@@ -101,6 +101,46 @@ def test_a_killed_run_continues_bit_for_bit(folder, straight):
     assert rounds == list(range(1, 41))
 
 
+def wait_for(path, process):
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.005)
+
+
+@pytest.mark.long
+def test_a_run_has_its_folder_for_itself(folder):
+    """C34: after a kill, one of two that resume goes on; another start, resume and
+    overwrite are refused and change nothing."""
+    run_dir, rounds = folder / "shared", 60
+    command = [
+        f"--flagfile={folder / 'tiny.flags'}",
+        f"--run_dir={run_dir}",
+        f"--compilation_cache={folder / 'xla'}",
+        f"--rounds={rounds}",
+    ]
+    first = start(*command)
+    wait_for(run_dir / "checkpoint.npz", first)
+    first.kill()
+    finish(first)
+    second, lock = start(*command, "--resume"), run_dir / ".lock"
+    while f"process {second.pid} " not in lock.read_text() and second.poll() is None:
+        time.sleep(0.005)
+    second.send_signal(signal.SIGSTOP)  # alive for as long as the others try
+    flags = ([], ["--resume"], ["--overwrite"])
+    others = [start(*command, *flag) for flag in flags]
+    ends = [finish(process) for process in others]
+    second.send_signal(signal.SIGCONT)
+    for code, _, errors in ends:
+        assert code == 1
+        who = f"error: run_dir={run_dir} is in use: process {second.pid} "
+        assert errors.startswith(who) and errors.count("\n") == 1
+    code, _, errors = finish(second)
+    assert (code, errors) == (0, "")
+    with open(run_dir / "metrics.csv", newline="") as file:
+        found = [int(row["round"]) for row in csv.DictReader(file)]
+    assert found == list(range(1, rounds + 1))
+    assert not lock.exists()
+
+
 @pytest.mark.long
 def test_a_failed_run_ends_in_an_error_after_the_table(folder):
     code, output, errors = finish(
@@ -114,7 +154,8 @@ def test_a_failed_run_ends_in_an_error_after_the_table(folder):
     )
     assert code == 1
     assert "\nfedavg (failed) " in output
-    assert errors.startswith("error: fedavg failed") and errors.count("\n") == 1
+    assert errors.startswith("error: failed: fedavg, seed 0: no participant's upload")
+    assert errors.count("\n") == 1
     assert (folder / "failed" / "summary.json").exists()
 
 
@@ -127,13 +168,18 @@ def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
         "--data_file=missing.npz": (1, "data_file 'missing.npz'"),
     }
     processes = [start(file, never, argument) for argument in mistakes]
-    asked = start("--help")
+    asked = start("--help", PYTHONIOENCODING="ascii:strict", LC_ALL="C")
+    left = start("--helpfull")  # as `--help | head` leaves it
+    left.stdout.close()
     for process, (code, message) in zip(processes, mistakes.values(), strict=True):
         found, _, errors = finish(process)
         assert found == code
         assert errors.startswith("error: ") and message in errors
         assert errors.count("\n") == 1
     assert not (folder / "never").exists()
-    _, output, _ = finish(asked)
+    code, output, errors = finish(asked)
+    assert (code, errors) == (0, "")
+    assert (left.wait(timeout=300), left.stderr.read()) == (0, "")
+    left.stderr.close()
     for flag in ("--algorithm:", "--p_drop:", "--chunk_size:", "--name:"):
         assert flag in output

@@ -7,7 +7,7 @@ from absl import flags as absl_flags
 
 from fedvi import algorithms
 from fedvi.experiment import command_line, setup
-from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.options import Options, option
 
 FLAGFILES = Path(__file__).parents[2] / "examples" / "flagfiles"
@@ -186,6 +186,96 @@ def test_the_flag_file_names_the_run(tmp_path):
     assert options.run_dir == "runs/my_setting"
     [(_, options)] = read("--flagfile", file, "--name=other")
     assert options.run_dir == "runs/other"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_flag_file_is_read_in_any_unicode(tmp_path, encoding):
+    """C30: as editors and shells of other systems write it, comments anywhere."""
+    file, inner = tmp_path / "größe.flags", tmp_path / "inner.flags"
+    inner.write_text("--epochs=4  # of the inner one\r\n")
+    text = [
+        "# ± a comment",
+        "   # an indented one",
+        "// another",
+        "",
+        "--run_dir=größe  # ± a note",
+        "\t--rounds=3\t",
+        f"--flagfile={inner}",
+        "--data_file=a#b.npz",
+    ]
+    file.write_bytes("\r\n".join(text).encode(encoding))
+    for arguments in ([f"--flagfile={file}"], ["-flagfile", file]):
+        [(config, options)] = read(*arguments)
+        assert (config.rounds, config.epochs, options.run_dir) == (3, 4, "größe")
+        assert config.data_file == "a#b.npz"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("--run_dir=größe".encode("latin-1"), "is not text in UTF-8"),
+        ("--rounds=3".encode("utf-16-le"), "is not text in UTF-8"),
+        (b"\xff\xfe\x00", "is not text in UTF-8"),
+        (b"--flagfile={}", "leads back to itself"),
+        (None, "cannot be read"),
+    ],
+)
+def test_another_flag_file_is_refused_in_one_line(tmp_path, content, message):
+    """C30."""
+    file = tmp_path / "a.flags"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.replace(b"{}", str(file).encode()))
+    with pytest.raises(absl_flags.Error, match=f"--flagfile={file}: .*{message}"):
+        read(f"--flagfile={file}")
+
+
+def test_the_home_folder_stands_for_a_tilde(tmp_path, monkeypatch):
+    """C27: in every path flag, in a flag file, and from Python."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
+    given = [f"--{name}=~/{name}" for name in paths]
+    (tmp_path / "a.flags").write_text("\n".join(given))
+    for arguments in (given, ["--flagfile=~/a.flags"], ["--flagfile", "~/a.flags"]):
+        runs = read(*arguments, "--run_dir=~/runs", "--algorithm=fedavg,fedprox")
+        for name, (config, options) in zip(("fedavg", "fedprox"), runs):
+            assert options.run_dir == str(tmp_path / "runs" / name)
+            for path in paths:
+                assert getattr(config, path) == str(tmp_path / path)
+    config = ExperimentConfig(**{name: "~/x" for name in paths})
+    assert {getattr(config, name) for name in paths} == {str(tmp_path / "x")}
+    assert RunOptions("~/x").run_dir == str(tmp_path / "x")
+    assert RunOptions("a/~").run_dir == "a/~"
+    with pytest.raises(ValueError, match="run_dir='~nobody_here/x': there is no home"):
+        RunOptions("~nobody_here/x")
+
+
+def test_without_a_home_there_is_no_cache(monkeypatch):
+    """C28: a user id without one."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(command_line.Path, "home", homeless)
+    values = absl_flags.FlagValues()
+    command_line.define(values)
+    command_line.parse(["program"], values)
+    assert values.compilation_cache == ""
+
+
+def test_a_cache_that_cannot_be_made_is_told_of_once(tmp_path, capsys, monkeypatch):
+    """C28."""
+    updates = {}
+    monkeypatch.setattr(command_line.jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(
+        type(command_line.jax.config), "jax_compilation_cache_dir", None, raising=False
+    )
+    (tmp_path / "file").touch()
+    command_line._use_cache(str(tmp_path / "file" / "cache"))
+    assert f"no compilation cache in {tmp_path}" in capsys.readouterr().out
+    assert not updates
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What compares several runs; the runs are forged: nothing is trained here."""
 
 import dataclasses
+import io
 import json
 import sys
 
@@ -164,6 +165,28 @@ def test_rows_are_named_after_what_differs(tmp_path):
         "fedavg alpha=2.0"
     )
     assert label({}, {}) == ["fedavg (a)", "fedavg (b)"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_letter_that_cannot_be_shown_ends_nothing(tmp_path, monkeypatch, encoding):
+    """C29: two seeds of two methods."""
+    runs = []
+    for name in ("α", "σ"):
+        for seed in range(2):
+            config = dataclasses.replace(
+                CONFIG, seed=seed, lr_decay=0.5 if name == "α" else 0.1
+            )
+            run_dir = tmp_path / f"{name}{seed}"
+            finish(run_dir, setup.resolve(config), 50.0 + seed)
+            runs.append((config, options(run_dir, resume=True)))
+    with io.TextIOWrapper(io.BytesIO(), encoding=encoding) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        experiment.run_all(runs)
+        output.flush()
+        shown = output.buffer.getvalue().decode(encoding)
+        assert output.errors == "strict"  # as it was
+    assert f"50.50 {'?' if encoding == 'ascii' else '±'} 0.71" in shown
+    assert "50.50 ± 0.71" in (tmp_path / report.TABLE).read_text(encoding="utf-8")
 
 
 def test_each_run_is_told_of_with_its_own_rounds(tmp_path):

@@ -53,6 +53,7 @@ def test_the_configuration_as_json_follows_every_field():
         ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be"),
         ({"shards": 0}, "shards=0 must be at least 1"),
         ({"seeds": 0}, "seeds=0 must be at least 1"),
+        ({"seed": 2**32 - 1, "seeds": 2}, "seed=4294967295 is too large for seeds=2"),
         ({"rounds": 5, "final_rounds": 6}, "final_rounds=6 must be at most rounds=5"),
         ({"final_rounds": -1}, "final_rounds=-1 must be at least 0"),
         ({"rounds": 5, "window": 6}, "window=6 must be at most rounds=5"),

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from fedvi import experiment
-from fedvi.experiment import ExperimentConfig, RunOptions
+from fedvi.experiment import ExperimentConfig, RunOptions, processes
 from fedvi.experiment.display import RunProgress, event_files
 
 
@@ -27,6 +27,19 @@ def test_elsewhere_than_on_a_terminal_there_is_a_line_per_evaluation():
 def test_on_a_terminal_there_is_a_bar():
     text = show(True)
     assert "fedavg" in text and "15/20" in text and "WARNING: [3] clients" in text
+
+
+def test_a_bar_is_drawn_in_any_encoding():
+    """C29."""
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as output:
+        with processes.any_letter(output):
+            console = Console(file=output, force_terminal=True, width=200)
+            with RunProgress("σ", 20, done=10, console=console) as progress:
+                progress.print("WARNING: ± [3] clients")
+                progress.advance(5, "round 15/20  loss 0.5 ±")
+        output.flush()
+        text = output.buffer.getvalue().decode("ascii")
+    assert "15/20" in text and "WARNING: ? [3] clients" in text
 
 
 ROW = {"round": 2, "seed": 5, "split": "test", "loss": 0.5, "personal_nll": None}
