@@ -12,6 +12,7 @@ from fedvi.algorithm import Algorithm, ClientOutput, Importance
 from fedvi.algorithms import local_only
 from fedvi.client_map import clients_mesh
 from fedvi.federation import take
+from fedvi.folder_lock import FolderLock
 from fedvi.selection import proportional, round_robin, uniform
 
 
@@ -304,3 +305,16 @@ def test_other_clients_and_missing_data_are_named(train, test):
         StreamedFederation(counting(), sources[0], test)
     with pytest.raises(ValueError, match="splits models over devices"):
         StreamedFederation(counting(), *sources, mesh=clients_mesh(4, 2))
+
+
+def test_of_two_federations_on_one_store_the_later_one_goes_on(tmp_path, train, test):
+    """C34, in one process; another one's is refused before anything is compiled."""
+    sources = [data.ClientArrays(one) for one in (train, test)]
+    with FolderLock(tmp_path / "states"):
+        with pytest.raises(ValueError, match="states is in use: process"):
+            StreamedFederation(counting(), *sources, store=tmp_path / "states")
+    options = {"store": tmp_path / "states", "block_size": 7}
+    first, state, _ = streamed(counting(), train, test, 1, **options)
+    StreamedFederation(counting(), *sources, **options)
+    with pytest.raises(ValueError, match="opened by a later store of this process"):
+        first.rounds(state, 1)

@@ -379,9 +379,12 @@ def labels(
     for label, summary in zip(result, summaries):
         seeds.setdefault(label, []).extend(summary.get("seeds", [0]))
     twice = {label for label, own in seeds.items() if len(set(own)) < len(own)}
+    names = [Path(one.run_dir).name for one in options]
+    if len(set(names)) < len(names):
+        names = [one.run_dir for one in options]
     return [
-        f"{label} ({Path(one.run_dir).name})" if label in twice else label
-        for label, one in zip(result, options)
+        f"{label} ({name})" if label in twice else label
+        for label, name in zip(result, names)
     ]
 
 

@@ -159,6 +159,10 @@ def _check(
                     "'fedvi[tensorboard]'"
                 )
             setup.resolve(config, builder)
+        folders = [Path(options.run_dir).resolve() for _, options in runs]
+        for run_dir in folders:
+            if folders.count(run_dir) > 1:
+                raise ValueError(f"run_dir={run_dir} is given twice: give each run one")
 
     processes.everywhere(check)
     for config, options in runs:

@@ -165,6 +165,11 @@ def test_rows_are_named_after_what_differs(tmp_path):
         "fedavg alpha=2.0"
     )
     assert label({}, {}) == ["fedavg (a)", "fedavg (b)"]
+    assert label({}, {}, names=("1/a", "2/a")) == [
+        f"fedavg ({tmp_path}/{where}/a)" for where in (1, 2)
+    ]
+    with pytest.raises(ValueError, match="run_dir=.*a is given twice"):
+        experiment.run_all([(CONFIG, options(tmp_path / "a"))] * 2)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
