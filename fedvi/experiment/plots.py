@@ -508,5 +508,6 @@ def _tidy(axis: Any) -> None:
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    """Writes the PNG atomically."""
+    """Writes the PNG atomically; makes its folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     folder.write_atomically(path, lambda file: figure.savefig(file, format="png"))
