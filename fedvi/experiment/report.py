@@ -396,7 +396,7 @@ def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
         config.pop(key)
     flat = config | {f"options.{key}": value for key, value in options.items()}
     shown = {
-        key: ",".join(map(str, value)) if isinstance(value, list) else value
+        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
         for key, value in flat.items()
     }
     return shown | {"data": str(summary.get("data_sha256"))[:8]}
@@ -550,13 +550,20 @@ def write_comparison(
 def _rows(
     options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of all runs, each with its label as `method`."""
+    """The rows of all runs, each with its label as `method`.
+
+    Raises:
+      ValueError: a `metrics.csv` that was changed or cut short.
+    """
     names = labels(summaries, options)
     failed: dict[str, list[bool]] = {}
     for name, summary in zip(names, summaries):
         failed.setdefault(name, []).extend(row["failed"] for row in table_rows(summary))
-    return [
-        {"method": _marked(name, failed[name]), **row}
-        for name, one in zip(names, options)
-        for row in folder.metrics_rows(one.run_dir)
-    ]
+    rows = []
+    for name, one, summary in zip(names, options, summaries):
+        own = folder.metrics_rows(one.run_dir)
+        path, last = Path(one.run_dir) / folder.METRICS, summary["rounds"]
+        if path.exists() and (not own or own[-1]["round"] != last):
+            raise ValueError(folder.damaged(path, f"no last row of round {last}"))
+        rows += [{"method": _marked(name, failed[name]), **row} for row in own]
+    return rows

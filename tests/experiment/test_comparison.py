@@ -251,8 +251,10 @@ def test_a_comparison_that_cannot_be_written_stops_nothing(runs, tmp_path, capsy
     (tmp_path / "fedavg" / folder.METRICS).unlink()
     experiment.run_all(runs)
     assert FILES < names_in(tmp_path)
-    (tmp_path / "fedavg" / folder.METRICS).write_text("not,ours\n1,2\n")
-    summaries = experiment.run_all(runs)
-    assert len(summaries) == 2
-    assert "no comparison in" in capsys.readouterr().out
+    path = tmp_path / "fedavg" / folder.METRICS
+    for text in ("not,ours\n1,2\n", "round,global_nll\n1,2\n", "{}"):  # C36
+        path.write_text(text)
+        summaries = experiment.run_all(runs)
+        assert len(summaries) == 2
+        assert f"no comparison in {tmp_path}: {path}" in capsys.readouterr().out
     assert json.loads((tmp_path / "fedavg" / folder.SUMMARY).read_text())
