@@ -50,10 +50,12 @@ def test_federate_pads_to_the_largest_client(dataset, uneven):
 
 
 def test_no_test_data_at_all_still_has_a_shape(dataset):
-    federated = federate(dataset, Partition(rows([0], [1]), rows([], []), False, 6))
+    federated = federate(dataset, Partition(rows([0], [1]), rows([], [])))
     assert federated.test.x.shape == (2, 1, 4, 4, 3)
     assert federated.test.size.tolist() == [0, 0]
-    assert federated.fidelity == "made up; 6 test examples fit no client"
+    assert federated.fidelity == (
+        "made up; 10 training examples fit no client; 6 test examples fit no client"
+    )
 
 
 def test_pooled_partitions_index_train_then_test(dataset):
