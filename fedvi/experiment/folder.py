@@ -1,8 +1,9 @@
 """The run folder: its files, written so that a kill never leaves half of one.
 
-`config.json` is written first, `metrics.csv` grows by one row per evaluation and
-seed, `selection.csv` by one per round and seed where clients are chosen by their
-importance, `summary.json` comes last: its presence means that the run is finished.
+`config.json` is written first, and `clients.csv`, which says who the clients are.
+`metrics.csv` grows by one row per evaluation and seed, `selection.csv` by one per round
+and seed where clients are chosen by their importance, `summary.json` comes last: its
+presence means that the run is finished.
 """
 
 import csv
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "CHECKPOINT",
+    "CLIENTS",
     "CONFIG",
     "ENTROPY_DENSITY",
     "FINETUNE_CURVE",
@@ -34,10 +36,12 @@ __all__ = [
     "prepare",
     "remove",
     "write_atomically",
+    "write_csv",
     "write_json",
 ]
 
 CONFIG = "config.json"
+CLIENTS = "clients.csv"
 METRICS = "metrics.csv"
 SELECTION = "selection.csv"
 SUMMARY = "summary.json"
@@ -50,6 +54,7 @@ FINETUNE_CURVE = "finetune_curve.png"
 ENTROPY_DENSITY = "entropy_density.png"
 RUN_FILES = (
     CONFIG,
+    CLIENTS,
     METRICS,
     SELECTION,
     SUMMARY,
@@ -115,6 +120,12 @@ def make(run_dir: str | Path) -> None:
             f"run_dir={run_dir} cannot be made or written to "
             f"({error.strerror}): give another --run_dir"
         ) from error
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows of the same columns, at least one, atomically."""
+    text = _text(list(rows[0]), rows, header=True).encode("utf-8")
+    write_atomically(path, lambda file: file.write(text))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -253,8 +264,7 @@ class CsvFile:
         return columns, rows
 
     def _replace(self, columns: Sequence[str], rows: Sequence[Mapping]) -> None:
-        text = _text(columns, rows, header=True).encode("utf-8")
-        write_atomically(self.path, lambda file: file.write(text))
+        write_csv(self.path, [{key: row[key] for key in columns} for row in rows])
         self._columns = list(columns)
 
 

@@ -14,6 +14,7 @@ from fedvi.selection import Choice
 __all__ = [
     "MODELS",
     "choice_rows",
+    "client_rows",
     "evaluation_rows",
 ]
 
@@ -107,6 +108,18 @@ def choice_rows(
         }
         for offset in range(metrics.client_ids.shape[1])
         for index, seed in enumerate(seeds)
+    ]
+
+
+def client_rows(experiment: Experiment) -> list[dict[str, Any]]:
+    """One row per client: its number, its natural id if it has one, and its sizes."""
+    data = experiment.data
+    clients = len(data.train.size)
+    ids = range(clients) if data.ids is None else data.ids.tolist()
+    sizes = (np.asarray(part.size).tolist() for part in (data.train, data.test))
+    return [
+        {"client": client, "id": name, "train_size": train, "test_size": test}
+        for client, (name, train, test) in enumerate(zip(ids, *sizes, strict=True))
     ]
 
 

@@ -372,7 +372,11 @@ def test_c35_test_classes_that_training_lacks_are_counted():
             | {"pool": True},
             "pooled; 19 pooled examples fit no client",
         ),
-        ("class_majority", {"majority": 0.5}, "made up; 11 test examples fit no client"),
+        (
+            "class_majority",
+            {"majority": 0.5},
+            "made up; 11 test examples fit no client",
+        ),
         ("dirichlet", {"alpha": 1.0}, "made up"),
         ("iid", {}, "made up"),
     ):
