@@ -133,7 +133,7 @@ def _in_folder(name: str, data_dir: str | Path | None) -> readers.Found:
 
 def _build(name: str, found: readers.Found, classes: int | None) -> Dataset:
     arrays = found.arrays
-    return settled(
+    dataset = settled(
         Dataset(
             **{key: arrays[key] for key in readers.KEYS},
             classes=found.classes if classes is None else classes,
@@ -143,6 +143,11 @@ def _build(name: str, found: readers.Found, classes: int | None) -> Dataset:
             test_group=_group(arrays, "test"),
         )
     )
+    held = len(np.union1d(dataset.train_y, dataset.test_y))
+    if held == dataset.classes:
+        return dataset
+    lacking = f"{dataset.classes - held} of {dataset.classes} classes have no example"
+    return dataset._replace(fidelity=f"{dataset.fidelity}; {lacking}")
 
 
 def _group(arrays: Mapping[str, np.ndarray], split: str) -> np.ndarray | None:
@@ -152,8 +157,8 @@ def _group(arrays: Mapping[str, np.ndarray], split: str) -> np.ndarray | None:
 def settled(dataset: Dataset) -> Dataset:
     """A data set of anybody's in the types that everything here takes, checked.
 
-    Inputs of both splits become uint8 where all are pixels, else float32, contiguous
-    and with a channel axis; labels become int32 classes (`labels.read_labels`), natural
+    Inputs of both splits become uint8 where all are pixels, else float32,
+    with a channel axis; labels become int32 classes (`labels.read_labels`), natural
     ids int64 or text. What was changed in meaning is added to `fidelity`. A data set
     that is so already stays as it is.
 
@@ -215,7 +220,7 @@ def _inputs(train_x: Any, test_x: Any) -> tuple[np.ndarray, np.ndarray, str]:
     dtype = np.uint8 if pixels else np.float32
     # What float32 cannot hold becomes inf, which `validate` reports with its index.
     with np.errstate(over="ignore"):
-        train, test = (np.ascontiguousarray(x, dtype) for x in (train, test))
+        train, test = (x.astype(dtype, copy=False) for x in (train, test))
     return train, test, note
 
 
@@ -245,6 +250,10 @@ def validate(dataset: Dataset) -> None:
             "agree in every axis but the first"
         )
     shape = dataset.train_x.shape
+    if 0 in shape:
+        raise ValueError(
+            f"train_x has shape {shape}: give at least one value an example"
+        )
     if len(shape) == 4 and shape[1] in (1, 3) and shape[3] > 4:
         raise ValueError(
             f"train_x has shape {shape}, which looks channels-first: images are "
