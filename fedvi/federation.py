@@ -17,7 +17,7 @@ from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
 from fedvi.client_map import MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
-from fedvi.data import ClientData
+from fedvi.data import ClientData, settled_clients
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.flat import has_flats
 from fedvi.keys import Purpose, derive, is_key
@@ -390,6 +390,7 @@ class Federation(BaseFederation):
         codec: Codec = IDENTITY,
         runs_at_once: int = 1,
     ):
+        train, test = settled_clients(train), settled_clients(test)
         checks.same_clients(train.size.shape[0], test.size.shape[0])
         checks.at_least("runs_at_once", runs_at_once, 1)
         super().__init__(

@@ -7,6 +7,7 @@ from fedvi.data.client_data import (
     empty_clients,
     federate,
     hold_out,
+    settled_clients,
     some_examples,
 )
 from fedvi.data.client_files import (
@@ -70,6 +71,7 @@ __all__ = [
     "partition",
     "pixel_statistics",
     "settled",
+    "settled_clients",
     "some_examples",
     "standardise",
     "transform_half",

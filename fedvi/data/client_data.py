@@ -17,6 +17,7 @@ __all__ = [
     "empty_clients",
     "federate",
     "hold_out",
+    "settled_clients",
     "some_examples",
 ]
 
@@ -166,6 +167,35 @@ def hold_out(federated: FederatedData, fraction: float, seed: int) -> FederatedD
         test=_stack(flat_x, flat_y, held),
         fidelity=f"{federated.fidelity}; test part = {fraction:g} of the training part",
     )
+
+
+def settled_clients(data: ClientData) -> ClientData:
+    """Stacked clients of anybody's in the types that JAX computes in.
+
+    Lists become arrays, big-endian numbers native ones, float64 float32, labels and
+    sizes int32, other 64-bit whole numbers too. A label that int32 does not hold stays,
+    for a check to name it; what is no host array stays as well.
+    """
+    if not isinstance(data, ClientData):
+        return data
+    x, y, size = (
+        np.asarray(leaf) if isinstance(leaf, (list, tuple)) else leaf for leaf in data
+    )
+    return ClientData(_settled(x), _settled(y, np.int32), _settled(size, np.int32))
+
+
+def _settled(leaf: Any, whole: type | None = None) -> Any:
+    """`whole`: the type of whole numbers; None: only those of 64 bits change."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    dtype = leaf.dtype.newbyteorder("=")
+    if dtype == np.float64:
+        dtype = np.dtype(np.float32)
+    elif dtype.kind in "iu" and (whole or dtype.itemsize == 8):
+        bounds = np.iinfo(np.int32)
+        if leaf.min(initial=0) >= bounds.min and leaf.max(initial=0) <= bounds.max:
+            dtype = np.dtype(np.int32)
+    return leaf.astype(dtype, copy=False)
 
 
 def some_examples(data: ClientData, most: int = 10) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fedvi.data.client_data import ClientData
+from fedvi.data.client_data import ClientData, settled_clients
 
 __all__ = ["ClientArrays", "ClientFiles", "ClientSource", "write_client_files"]
 
@@ -39,7 +39,7 @@ class ClientArrays:
     """
 
     def __init__(self, data: ClientData):
-        self._data = ClientData(*map(np.asarray, data))
+        self._data = ClientData(*map(np.asarray, settled_clients(data)))
         self.size = self._data.size
         self.shapes = ClientData(*(leaf[:0] for leaf in self._data))
 

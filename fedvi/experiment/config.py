@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 
-# FedHB's data (§6), and those that its augmentation and FedBABU's are for.
-PROTOCOL_DATASET = "cifar100"
+# FedHB's data and N (§6), and the data that its and FedBABU's augmentation is for.
+PROTOCOL_DATASET, PROTOCOL_CLIENTS = "cifar100", 100
 AUGMENTED = ("cifar10", "cifar100")
 
 
@@ -78,8 +78,11 @@ class ExperimentConfig:
         "How the data are split over clients (FedHB §6: class_shards).",
         choices=PARTITIONS,
     )
-    clients: int = option(
-        100, "N, number of clients; 0 with by_group: all groups.", at_least=0
+    clients: int | None = option(
+        None,
+        f"N, number of clients. Default: {PROTOCOL_CLIENTS}; with by_group, as with 0, "
+        "all groups.",
+        at_least=0,
     )
     shards: int | None = option(
         None, "s, shards a client (class_shards, label_sorted_shards).", at_least=1
@@ -282,6 +285,13 @@ class ExperimentConfig:
             return self.dataset
         return PROTOCOL_DATASET if self.data_file is None else file_name(self.data_file)
 
+    @property
+    def parts(self) -> int | None:
+        """N as asked for; None: as many as there are groups."""
+        if self.clients is None and self.partition != "by_group":
+            return PROTOCOL_CLIENTS
+        return self.clients or None
+
     def for_data(self, federated: FederatedData) -> "ExperimentConfig":
         """The configuration with every default that the data decide filled in.
 
@@ -294,6 +304,7 @@ class ExperimentConfig:
         tiles = len(input_shape) == 3 and not any(s % 32 for s in input_shape[:2])
         filled = {
             "dataset": name,
+            "clients": len(federated.train.size),
             "model": "mobilenet" if tiles else "mlp",
             "augment": name in AUGMENTED and len(input_shape) == 3,
         }
@@ -543,8 +554,8 @@ def _check_agreement(config: ExperimentConfig) -> None:
         raise ValueError(
             "clients=0 must be at least 1; only partition='by_group' takes 0"
         )
-    if config.clients:
-        check_novel(config.clients, config.novel_clients)
+    if config.parts:
+        check_novel(config.parts, config.novel_clients)
     if config.data_dir is not None and config.dataset is config.data_file is None:
         raise ValueError(
             f"data_dir={config.data_dir!r} needs a name for its data: give dataset"

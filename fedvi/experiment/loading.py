@@ -79,7 +79,7 @@ def _federated(config: ExperimentConfig, dataset: data.Dataset) -> FederatedData
     partition = data.partition(
         config.partition,
         dataset,
-        clients=config.clients or None,
+        clients=config.parts,
         seed=config.partition_seed,
         **config.partition_options(),
     )

@@ -193,7 +193,8 @@ def applied(given: ExperimentConfig, experiment: Experiment) -> str:
     ]
     note = f" (decided by the data: {', '.join(decided)})" if decided else ""
     return (
-        f"dataset={config.dataset}, {experiment.data.classes} classes, inputs "
+        f"dataset={config.dataset}, {experiment.data.classes} classes, "
+        f"clients={len(experiment.data.train.size)}, inputs "
         f"{x.dtype}{list(x.shape[2:])}, normalise={config.normalise}, "
         f"model={config.model}, augment={config.augment}{note}"
     )

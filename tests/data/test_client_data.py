@@ -1,9 +1,12 @@
 """Padding, held-out parts and the printed histogram."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedvi.data import (
+    ClientData,
     Dataset,
     Partition,
     class_histogram,
@@ -11,6 +14,7 @@ from fedvi.data import (
     empty_clients,
     federate,
     hold_out,
+    settled_clients,
 )
 
 
@@ -166,3 +170,44 @@ def test_histogram_of_many_clients_and_classes_stays_short(classes):
     assert heads[-1].split("-")[-1] == str(classes - 1)
     assert sum(map(int, lines[6].split()[1:])) == len(parts[0])
     assert lines[-1] == "  ... 40 more clients"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "size"),
+    [
+        (np.float64, np.int64, np.int64),
+        (">f4", ">i4", ">i8"),
+        (">f8", np.int8, np.uint8),
+        (np.float16, np.uint16, np.uint64),
+        (np.int64, bool, np.int32),
+        (np.uint8, np.float64, np.int16),
+    ],
+)
+def test_hand_made_clients_are_settled_for_jax(x, y, size):
+    """Issue 13.15b: jax 0.12 warns of int64, and takes no big-endian numbers."""
+    given = ClientData(
+        np.asfortranarray(np.arange(24).reshape(2, 3, 4)).astype(x),
+        np.array([[0, 1, 1], [1, 0, 0]]).astype(y),
+        np.array([3, 2]).astype(size),
+    )
+    settled = settled_clients(given)
+    for old, new in zip(given, settled):
+        np.testing.assert_array_equal(old, new)
+        assert new.dtype.isnative and new.dtype == jax.dtypes.canonicalize_dtype(
+            new.dtype
+        )
+    assert settled.size.dtype == np.int32
+    assert settled.y.dtype == {bool: bool, np.float64: np.float32}.get(y, np.int32)
+    # What is right already, or no host array, stays itself.
+    again = settled_clients(settled)
+    assert all(a is b or np.shares_memory(a, b) for a, b in zip(again, settled))
+    on_device = settled._replace(x=jnp.zeros((2, 3, 4)))
+    assert settled_clients(on_device).x is on_device.x
+
+
+def test_lists_become_arrays_and_a_huge_label_does_not_wrap_around():
+    data = ClientData([[[0.5], [1.5]]], [[0, 2**32 + 1]], [2])
+    settled = settled_clients(data)
+    assert settled.x.dtype == np.float32 and settled.size.dtype == np.int32
+    assert settled.y.tolist() == [[0, 2**32 + 1]]
+    assert settled_clients(None) is None

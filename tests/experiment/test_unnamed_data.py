@@ -30,7 +30,7 @@ def three(tmp_path):
 def config(data_file, **changes):
     return ExperimentConfig(
         **{"algorithm": "fedavg", "data_file": data_file, "hidden": (4,), "rounds": 1}
-        | {"partition": "by_group", "clients": 0, "fraction": 1.0, "finetune_epochs": 0}
+        | {"partition": "by_group", "fraction": 1.0, "finetune_epochs": 0}
         | changes
     )
 
@@ -49,9 +49,11 @@ def test_a_file_without_a_name_decides_what_was_made_for_one_data_set(three):
     assert (found.dataset, found.model, found.augment) == ("three", "mlp", False)
     assert built.data.classes == 3 and built.task.training.augment is None
     assert setup.applied(given, built) == (
-        "dataset=three, 3 classes, inputs uint8[8, 8, 1], normalise=standardise, "
-        "model=mlp, augment=False (decided by the data: dataset, model, augment)"
+        "dataset=three, 3 classes, clients=4, inputs uint8[8, 8, 1], "
+        "normalise=standardise, model=mlp, augment=False (decided by the data: "
+        "dataset, clients, model, augment)"
     )
+    assert found.clients == 4 and config(None, partition="iid").parts == 100
     [(_, options)] = read("--algorithm=fedavg", f"--data_file={three}")
     assert options.run_dir == "runs/fedavg_three"
     # What was decided, given, is the same run.
