@@ -79,7 +79,7 @@ def load(
     3. `covertype`: scikit-learn's copy in `data_dir` (default: its own folder), in a
        fixed random split of 80 / 20; nothing is downloaded;
     4. `covertype_standin`: a synthetic Gaussian mixture of its shape, 10,000 / 2,500;
-    5. idx files (plain or gz) in `data_dir`; for `fashion_mnist` without a
+    5. idx files in `data_dir` (`readers.read_idx`); for `fashion_mnist` without a
        `data_dir` also where Debian's `dataset-fashion-mnist` puts them;
     6. tensorflow-datasets' copy in `data_dir` (default: its own folder). Copies in
        array_record format need no TensorFlow. A set that is not prepared yet is
@@ -117,9 +117,10 @@ def load(
 
 def _in_folder(name: str, data_dir: str | Path | None) -> readers.Found:
     """idx files, else a tensorflow-datasets copy."""
-    folder = data_dir if data_dir is not None else IDX_FOLDERS.get(name)
-    found = readers.read_idx(name, Path(folder)) if folder is not None else None
-    if found is not None:
+    folder = data_dir
+    if folder is None and name in IDX_FOLDERS and Path(IDX_FOLDERS[name]).is_dir():
+        folder = IDX_FOLDERS[name]
+    if folder is not None and (found := readers.read_idx(name, Path(folder))):
         return found
     try:
         return tfds_reader.read_tfds(name, data_dir)

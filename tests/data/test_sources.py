@@ -183,6 +183,17 @@ def test_idx_folder_of_debian_is_used_without_data_dir(
     assert dataset.classes == 10
 
 
+def test_without_debians_folder_the_copy_is_looked_for(tmp_path, monkeypatch):
+    def none(name, data_dir):
+        raise ValueError(f"no copy of {name}")
+
+    monkeypatch.setitem(sources.IDX_FOLDERS, "fashion_mnist", str(tmp_path / "none"))
+    monkeypatch.setattr(sources.tfds_reader, "read_tfds", none)
+    for name in ("fashion_mnist", "mnist"):
+        with pytest.raises(ValueError, match=f"^no copy of {name}$"):
+            load(name)
+
+
 def test_importing_data_imports_no_optional_library():
     code = (
         "import sys, fedvi.data; "
