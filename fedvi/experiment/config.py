@@ -329,6 +329,12 @@ class ExperimentConfig:
         given = {key: getattr(self, key) for key in options_of(self.partition)}
         return {key: value for key, value in given.items() if value is not None}
 
+    def idle_options(self) -> list[str]:
+        """Given options of other partitions, which nothing looks at."""
+        options = dict.fromkeys(key for name in PARTITIONS for key in options_of(name))
+        idle = options.keys() - options_of(self.partition).keys()
+        return [k for k in options if k in idle and getattr(self, k) is not None]
+
     def learning_rate_schedule(self) -> Callable:
         """The learning rate as a function of the round, counted from 0."""
         factors: dict[int, float] = {}

@@ -178,7 +178,7 @@ def experiment(
 
 
 def applied(given: ExperimentConfig, experiment: Experiment) -> str:
-    """One line on what a run makes of its data, and which defaults they decided.
+    """One line on what a run makes of its data, what they decided and what is idle.
 
     Args:
       given: the configuration as it was asked for.
@@ -192,6 +192,8 @@ def applied(given: ExperimentConfig, experiment: Experiment) -> str:
         and getattr(config, field.name) is not None
     ]
     note = f" (decided by the data: {', '.join(decided)})" if decided else ""
+    if idle := given.idle_options():
+        note += f" (not looked at with partition={given.partition}: {', '.join(idle)})"
     return (
         f"dataset={config.dataset}, {experiment.data.classes} classes, "
         f"clients={len(experiment.data.train.size)}, inputs "

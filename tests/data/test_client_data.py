@@ -211,3 +211,16 @@ def test_lists_become_arrays_and_a_huge_label_does_not_wrap_around():
     assert settled.x.dtype == np.float32 and settled.size.dtype == np.int32
     assert settled.y.tolist() == [[0, 2**32 + 1]]
     assert settled_clients(None) is None
+
+
+def test_c22_pooled_splits_are_on_one_scale(dataset):
+    """Wide pixels in one split only make features of both."""
+    wide = dataset._replace(
+        train_x=dataset.train_x.astype(np.uint16) * 3,
+        test_x=dataset.test_x.astype(np.uint16),
+    )
+    everything = [np.arange(12)], [12 + np.arange(6)]
+    pooled = federate(wide, Partition(*everything, pooled=True))
+    assert pooled.train.x.dtype == pooled.test.x.dtype == np.float32
+    np.testing.assert_array_equal(pooled.train.x[0], wide.train_x)
+    np.testing.assert_array_equal(pooled.test.x[0], wide.test_x)

@@ -82,6 +82,14 @@ def test_what_is_given_wins(three, changes, expected):
     assert (found.dataset, found.model, found.augment) == expected
 
 
+def test_options_of_another_partition_are_said_to_be_idle(three):
+    given = config(three, shards=2, alpha=0.1, min_size=3, partition="dirichlet")
+    assert given.idle_options() == ["shards"]
+    given = config(three, alpha=0.1)
+    line = setup.applied(given, setup.experiment(given))
+    assert line.endswith(" (not looked at with partition=by_group: alpha)")
+
+
 def test_a_users_own_data_keep_their_name(three):
     loaded = load_data(config(three))
     own = loaded._replace(federated=dataclasses.replace(loaded.federated, name="own"))
