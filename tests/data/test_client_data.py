@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedvi.algorithms import fedavg
 from fedvi.data import (
     ClientData,
     Dataset,
@@ -16,6 +17,7 @@ from fedvi.data import (
     hold_out,
     settled_clients,
 )
+from fedvi.federation import Federation
 
 
 def rows(*parts):
@@ -224,3 +226,18 @@ def test_c22_pooled_splits_are_on_one_scale(dataset):
     assert pooled.train.x.dtype == pooled.test.x.dtype == np.float32
     np.testing.assert_array_equal(pooled.train.x[0], wide.train_x)
     np.testing.assert_array_equal(pooled.test.x[0], wide.test_x)
+
+
+def test_a_federation_takes_hand_made_data_without_a_warning(task, train, test):
+    """Issue 13.15b; warnings are errors here."""
+    rough = ClientData(
+        np.asfortranarray(train.x.astype(">f8")),
+        train.y.astype(np.int64),
+        train.size.tolist(),
+    )
+    plain = test._replace(y=test.y.tolist(), size=test.size.astype(np.uint8))
+    federation = Federation(fedavg(task), rough, plain)
+    for given, settled in ((train, federation.train), (test, federation.test)):
+        for leaf, like in zip(settled, given, strict=True):
+            assert leaf.dtype == like.dtype
+            np.testing.assert_array_equal(leaf, like)
