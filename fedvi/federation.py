@@ -110,6 +110,11 @@ class BaseFederation:
         if chunk_size is not None:
             checks.at_least("chunk_size", chunk_size, 1)
         checks.at_least("eval_batch_size", eval_batch_size, 1)
+        if train.x.dtype != test.x.dtype:
+            raise ValueError(
+                f"train.x is {train.x.dtype} and test.x {test.x.dtype}, which a model "
+                "scales differently: give both in one type"
+            )
         self.clients = len(sizes)
         self.selection = selection or full(self.clients)
         if self.selection.clients != self.clients:

@@ -7,6 +7,7 @@ import pytest
 
 from fedvi.algorithms import fedavg
 from fedvi.data import (
+    ClientArrays,
     ClientData,
     Dataset,
     Partition,
@@ -18,6 +19,7 @@ from fedvi.data import (
     settled_clients,
 )
 from fedvi.federation import Federation
+from fedvi.streaming import StreamedFederation
 
 
 def rows(*parts):
@@ -241,3 +243,13 @@ def test_a_federation_takes_hand_made_data_without_a_warning(task, train, test):
         for leaf, like in zip(settled, given, strict=True):
             assert leaf.dtype == like.dtype
             np.testing.assert_array_equal(leaf, like)
+
+
+def test_c22_a_federation_refuses_inputs_of_two_types(task, train, test):
+    pixels = test._replace(x=test.x.astype(np.uint8))
+    message = "train.x is float32 and test.x uint8, which a model scales differently"
+    with pytest.raises(ValueError, match=message):
+        Federation(fedavg(task), train, pixels)
+    sources = [ClientArrays(data) for data in (train, pixels)]
+    with pytest.raises(ValueError, match=message):
+        StreamedFederation(fedavg(task), *sources)
