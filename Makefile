@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long test-short lint clean
 
 demo: $(VENV)/.installed  ## train five methods on embedded real images
 	$(BIN)/python examples/fedhb_cifar.py --flagfile=examples/flagfiles/quickstart.flags --overwrite
@@ -18,6 +18,13 @@ test: $(VENV)/.installed  ## the tests, but for what takes long by nature
 
 test-long: $(VENV)/.installed  ## several processes, killed runs, benchmarks
 	$(PYTEST) -m long
+
+# Where versions of Python, NumPy and JAX have made a difference.
+SHORT := tests/data tests/test_contract_checks.py tests/test_federation.py \
+	tests/algorithms/test_cfedbayes.py tests/experiment/test_setup.py
+
+test-short: $(VENV)/.installed  ## a few of them; PYTHON=python3.13 VENV=.cache/newest
+	$(PYTEST) -m "not long" $(SHORT)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

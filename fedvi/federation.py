@@ -17,7 +17,7 @@ from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
 from fedvi.client_map import MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
-from fedvi.data import ClientData
+from fedvi.data import ClientData, settled_clients
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.flat import has_flats
 from fedvi.keys import Purpose, derive, is_key
@@ -110,6 +110,11 @@ class BaseFederation:
         if chunk_size is not None:
             checks.at_least("chunk_size", chunk_size, 1)
         checks.at_least("eval_batch_size", eval_batch_size, 1)
+        if train.x.dtype != test.x.dtype:
+            raise ValueError(
+                f"train.x is {train.x.dtype} and test.x {test.x.dtype}, which a model "
+                "scales differently: give both in one type"
+            )
         self.clients = len(sizes)
         self.selection = selection or full(self.clients)
         if self.selection.clients != self.clients:
@@ -390,6 +395,7 @@ class Federation(BaseFederation):
         codec: Codec = IDENTITY,
         runs_at_once: int = 1,
     ):
+        train, test = settled_clients(train), settled_clients(test)
         checks.same_clients(train.size.shape[0], test.size.shape[0])
         checks.at_least("runs_at_once", runs_at_once, 1)
         super().__init__(

@@ -7,6 +7,8 @@ from fedvi.data.client_data import (
     empty_clients,
     federate,
     hold_out,
+    settled_clients,
+    some_examples,
 )
 from fedvi.data.client_files import (
     ClientArrays,
@@ -28,11 +30,18 @@ from fedvi.data.partitions import (
     label_sorted_shards,
     partition,
 )
-from fedvi.data.sources import Dataset, load, validate
-from fedvi.data.transforms import crop_and_flip, pixel_statistics, standardise
+from fedvi.data.sources import Dataset, check_scale, load, settled, validate
+from fedvi.data.transforms import (
+    NORMALISATIONS,
+    crop_and_flip,
+    normalisation,
+    pixel_statistics,
+    standardise,
+)
 
 __all__ = [
     "CLUSTER_TRANSFORMS",
+    "NORMALISATIONS",
     "PARTITIONS",
     "ClientArrays",
     "ClientData",
@@ -42,6 +51,7 @@ __all__ = [
     "FederatedData",
     "Partition",
     "by_group",
+    "check_scale",
     "class_histogram",
     "class_majority",
     "class_shards",
@@ -56,9 +66,13 @@ __all__ = [
     "keep_classes",
     "label_sorted_shards",
     "load",
+    "normalisation",
     "one_against_rest",
     "partition",
     "pixel_statistics",
+    "settled",
+    "settled_clients",
+    "some_examples",
     "standardise",
     "transform_half",
     "validate",

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
 
 from fedvi.data.partitions import Partition
-from fedvi.data.sources import Dataset
+from fedvi.data.sources import Dataset, settled
 
 __all__ = [
     "ClientData",
@@ -17,6 +17,8 @@ __all__ = [
     "empty_clients",
     "federate",
     "hold_out",
+    "settled_clients",
+    "some_examples",
 ]
 
 HISTOGRAM_ROWS = 10  # clients shown one by one
@@ -41,21 +43,25 @@ class FederatedData:
     name: str
     fidelity: str  # one line on what the data really are
     clusters: np.ndarray | None = None  # [clients] int32, the true ones if known
+    ids: np.ndarray | None = None  # [clients] natural ids, if they have any
+    class_names: tuple[Any, ...] | None = None  # [classes] the file's own labels
 
 
 def federate(dataset: Dataset, partition: Partition) -> FederatedData:
     """Gives each client its part, padded to the largest client's size.
 
-    Pixels stay uint8. Padded slots are all zero and lie after the real ones.
+    Pixels stay uint8. Padded slots are all zero and lie after the real ones. Examples
+    that no client gets are counted in `fidelity`.
 
     Args:
-      dataset: the data set that was partitioned.
+      dataset: the data set that was partitioned (see `sources.settled`).
       partition: indices per client; with `pooled` into train followed by test.
 
     Raises:
-      ValueError: no clients, different numbers of train and test parts, an index
-        outside the split, or one index in two parts.
+      ValueError: an invalid data set, no clients, different numbers of train and test
+        parts, an index outside the split, or one index in two parts.
     """
+    dataset = settled(dataset)
     if not partition.train or len(partition.train) != len(partition.test):
         raise ValueError(
             f"partition has {len(partition.train)} train and {len(partition.test)} "
@@ -63,7 +69,7 @@ def federate(dataset: Dataset, partition: Partition) -> FederatedData:
         )
     train_x, train_y = dataset.train_x, dataset.train_y
     test_x, test_y = dataset.test_x, dataset.test_y
-    notes = [dataset.fidelity]
+    notes = [dataset.fidelity] if dataset.fidelity else []
     if partition.pooled:
         train_x = test_x = np.concatenate([train_x, test_x])
         train_y = test_y = np.concatenate([train_y, test_y])
@@ -72,15 +78,30 @@ def federate(dataset: Dataset, partition: Partition) -> FederatedData:
     else:
         _check_parts("train", partition.train, len(train_y))
         _check_parts("test", partition.test, len(test_y))
-    if partition.dropped_test:
-        notes.append(f"{partition.dropped_test:,} test examples fit no client")
+    notes += _left_out(dataset, partition)
     return FederatedData(
         train=_stack(train_x, train_y, partition.train),
         test=_stack(test_x, test_y, partition.test),
         classes=dataset.classes,
         name=dataset.name,
         fidelity="; ".join(notes),
+        ids=partition.ids,
+        class_names=dataset.class_names,
     )
+
+
+def _left_out(dataset: Dataset, partition: Partition) -> list[str]:
+    """How many examples no client gets, whatever the partition."""
+    train, test = (sum(map(len, parts)) for parts in partition[:2])
+    if partition.pooled:
+        rest = len(dataset.train_y) + len(dataset.test_y) - train - test
+        left = {"pooled": rest}
+    else:
+        left = {
+            "training": len(dataset.train_y) - train,
+            "test": len(dataset.test_y) - test,
+        }
+    return [f"{n:,} {split} examples fit no client" for split, n in left.items() if n]
 
 
 def _check_parts(split: str, parts: Sequence[np.ndarray], examples: int) -> None:
@@ -146,6 +167,41 @@ def hold_out(federated: FederatedData, fraction: float, seed: int) -> FederatedD
         test=_stack(flat_x, flat_y, held),
         fidelity=f"{federated.fidelity}; test part = {fraction:g} of the training part",
     )
+
+
+def settled_clients(data: ClientData) -> ClientData:
+    """Stacked clients of anybody's in the types that JAX computes in.
+
+    Lists become arrays, big-endian numbers native ones, float64 float32, labels and
+    sizes int32, other 64-bit whole numbers too. A label that int32 does not hold stays,
+    for a check to name it; what is no host array stays as well.
+    """
+    if not isinstance(data, ClientData):
+        return data
+    x, y, size = (
+        np.asarray(leaf) if isinstance(leaf, (list, tuple)) else leaf for leaf in data
+    )
+    return ClientData(_settled(x), _settled(y, np.int32), _settled(size, np.int32))
+
+
+def _settled(leaf: Any, whole: type | None = None) -> Any:
+    """`whole`: the type of whole numbers; None: only those of 64 bits change."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    dtype = leaf.dtype.newbyteorder("=")
+    if dtype == np.float64:
+        dtype = np.dtype(np.float32)
+    elif dtype.kind in "iu" and (whole or dtype.itemsize == 8):
+        bounds = np.iinfo(np.int32)
+        if leaf.min(initial=0) >= bounds.min and leaf.max(initial=0) <= bounds.max:
+            dtype = np.dtype(np.int32)
+    return leaf.astype(dtype, copy=False)
+
+
+def some_examples(data: ClientData, most: int = 10) -> np.ndarray:
+    """The first real inputs of every client, at most `most` each: `[n, ...]`."""
+    x, size = np.asarray(data.x)[:, :most], np.asarray(data.size)
+    return x[np.arange(x.shape[1])[None] < size[:, None]]
 
 
 def empty_clients(federated: FederatedData) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fedvi.data.client_data import ClientData
+from fedvi.data.client_data import ClientData, settled_clients
 from fedvi.folder_lock import FolderLock
 
 __all__ = ["ClientArrays", "ClientFiles", "ClientSource", "write_client_files"]
@@ -40,7 +40,7 @@ class ClientArrays:
     """
 
     def __init__(self, data: ClientData):
-        self._data = ClientData(*map(np.asarray, data))
+        self._data = ClientData(*map(np.asarray, settled_clients(data)))
         self.size = self._data.size
         self.shapes = ClientData(*(leaf[:0] for leaf in self._data))
 

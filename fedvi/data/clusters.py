@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from fedvi import checks
-from fedvi.data.client_data import ClientData, FederatedData
+from fedvi.data.client_data import ClientData, FederatedData, some_examples
+from fedvi.data.sources import check_scale
 
 __all__ = ["CLUSTER_TRANSFORMS", "join_halves", "transform_half"]
 
@@ -103,8 +104,8 @@ def join_halves(first: FederatedData, second: FederatedData) -> FederatedData:
       The data with `clusters` `[clients]`: 0 from `first`, 1 from `second`.
 
     Raises:
-      ValueError: they differ in the number of clients or classes, or in the shape or
-        type of an example; or there is a single client.
+      ValueError: they differ in the number of clients or classes, or in the shape,
+        type or scale of an example; or there is a single client.
     """
     for what, ours, theirs in (
         ("clients", len(first.train.size), len(second.train.size)),
@@ -117,6 +118,12 @@ def join_halves(first: FederatedData, second: FederatedData) -> FederatedData:
                 f"{first.name!r} and {second.name!r} cannot be joined: {what} is "
                 f"{ours} there and {theirs} here; both must agree"
             )
+    check_scale(
+        f"training inputs of {first.name!r}",
+        some_examples(first.train),
+        f"those of {second.name!r}",
+        some_examples(second.train),
+    )
     clusters = _halves(len(first.train.size))
     in_second = clusters == 1
 
@@ -134,7 +141,21 @@ def join_halves(first: FederatedData, second: FederatedData) -> FederatedData:
         fidelity=f"first half of the clients: {first.name}, {first.fidelity}; second "
         f"half: {second.name}, {second.fidelity}",
         clusters=clusters,
+        ids=_joined_ids(first.ids, second.ids, in_second),
+        class_names=first.class_names
+        if first.class_names == second.class_names
+        else None,
     )
+
+
+def _joined_ids(
+    first: np.ndarray | None, second: np.ndarray | None, in_second: np.ndarray
+) -> np.ndarray | None:
+    if first is None or second is None:
+        return None
+    if first.dtype.kind != second.dtype.kind:
+        first, second = first.astype(str), second.astype(str)
+    return np.where(in_second, second, first)
 
 
 def _halves(clients: int) -> np.ndarray:

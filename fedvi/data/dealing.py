@@ -14,7 +14,7 @@ class Partition(NamedTuple):
     train: list[np.ndarray]  # per client: indices [n_i] into the training split
     test: list[np.ndarray]  # per client: indices [m_i] into the test split
     pooled: bool = False  # True: both index the concatenation of train and test
-    dropped_test: int = 0  # test examples whose class or group no client holds
+    ids: np.ndarray | None = None  # [clients] natural ids, if the clients have any
 
 
 def count_labels(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedvi.data.sources import Dataset
+from fedvi.data.sources import Dataset, settled
 
 __all__ = ["keep_classes", "one_against_rest"]
 
@@ -23,7 +23,7 @@ def keep_classes(dataset: Dataset, classes: Sequence[int]) -> Dataset:
       ValueError: an unknown or repeated class, fewer than two, or no training example
         of any of them.
     """
-    kept = list(classes)
+    dataset, kept = settled(dataset), list(classes)
     for label in kept:
         if label not in range(dataset.classes):
             raise ValueError(
@@ -49,11 +49,13 @@ def keep_classes(dataset: Dataset, classes: Sequence[int]) -> Dataset:
             f"keep_classes={kept} leaves {dataset.name!r} no training example: name "
             "classes that it has"
         )
-    names = ", ".join(map(str, kept))
+    names = dataset.class_names and tuple(dataset.class_names[c] for c in kept)
     return dataset._replace(
         **parts,
         classes=len(kept),
-        fidelity=f"{dataset.fidelity}; only classes {names}, as 0..{len(kept) - 1}",
+        class_names=names,
+        fidelity=f"{dataset.fidelity}; only classes {', '.join(map(str, kept))}, as "
+        f"0..{len(kept) - 1}",
     )
 
 
@@ -71,6 +73,7 @@ def one_against_rest(dataset: Dataset, positive: int) -> Dataset:
     Raises:
       ValueError: `positive` is no label of the data set.
     """
+    dataset = settled(dataset)
     if positive not in range(dataset.classes):
         raise ValueError(
             f"one_against_rest={positive} is no class of {dataset.name!r}, whose "
@@ -80,5 +83,6 @@ def one_against_rest(dataset: Dataset, positive: int) -> Dataset:
         train_y=(dataset.train_y == positive).astype(np.int32),
         test_y=(dataset.test_y == positive).astype(np.int32),
         classes=2,
+        class_names=None,
         fidelity=f"{dataset.fidelity}; label 1 is class {positive}, 0 the rest",
     )

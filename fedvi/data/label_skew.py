@@ -27,7 +27,7 @@ def class_shards(
     size (left-over images go one each to the first shards). A deck with each class
     that many times is shuffled and dealt, `shards` cards a client: a client may draw
     a class twice, so it holds at most `shards` classes. The test split is cut and
-    dealt with the same cards.
+    dealt with the same cards; test images of other classes go to nobody.
 
     Args:
       train_y, test_y: labels of the official splits, `[n]` and `[m]`.
@@ -103,7 +103,7 @@ def label_sorted_shards(
     labels = np.unique(train_y)
     held = count_labels(train, train_y, labels)
     test = deal_in_proportion(test_y, labels, held, rng)
-    return Partition(train, test, dropped_test=len(test_y) - sum(map(len, test)))
+    return Partition(train, test)
 
 
 def class_subsets(
@@ -238,7 +238,7 @@ def class_majority(
 
     train = deal("training", train_y)
     test = deal("test", test_y) if len(test_y) else [np.empty(0, int)] * clients
-    return Partition(train, test, dropped_test=len(test_y) - sum(map(len, test)))
+    return Partition(train, test)
 
 
 def _majority_counts(

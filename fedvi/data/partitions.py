@@ -14,7 +14,8 @@ from fedvi.data.label_skew import (
     dirichlet,
     label_sorted_shards,
 )
-from fedvi.data.sources import Dataset
+from fedvi.data.labels import natural_order, places
+from fedvi.data.sources import Dataset, settled
 
 __all__ = [
     "PARTITIONS",
@@ -66,31 +67,37 @@ def by_group(
 ) -> Partition:
     """One client per natural id (writer, device, ...) of the training split.
 
-    Test images of ids that no client has are left out and counted in `dropped_test`.
-    Where train and test ids are disjoint, as MNIST's writers are, every client's test
-    part is empty: `fedvi.data.hold_out` makes one from its training part.
+    Images of ids that no client has are left out. Where train and test ids are
+    disjoint, as MNIST's writers are, every client's test part is empty:
+    `fedvi.data.hold_out` makes one from its training part.
 
     Args:
       train_group, test_group: ids of the official splits, `[n]` and `[m]`.
-      clients: None takes all ids in sorted order, a number that many at random.
+      clients: None takes all ids in natural order (`site_2` before `site_10`), a
+        number that many at random, in that order.
       seed: of that choice.
+
+    Returns:
+      The parts, and in `ids` whose they are.
 
     Raises:
       ValueError: more clients than ids.
     """
-    groups = np.unique(train_group)
+    ids = natural_order(train_group)
     if clients is not None:
         at_least("clients", clients, 1)
-        if clients > len(groups):
+        if clients > len(ids):
             raise ValueError(
-                f"clients={clients} must be at most {len(groups)}, the number of "
+                f"clients={clients} must be at most {len(ids)}, the number of "
                 "groups in the training split"
             )
         rng = np.random.default_rng(seed)
-        groups = np.sort(rng.choice(groups, clients, replace=False))
-    train = [np.flatnonzero(train_group == group) for group in groups]
-    test = [np.flatnonzero(test_group == group) for group in groups]
-    return Partition(train, test, dropped_test=len(test_group) - sum(map(len, test)))
+        ids = ids[np.sort(rng.choice(len(ids), clients, replace=False))]
+    train, test = (
+        [np.flatnonzero(holder == client) for client in range(len(ids))]
+        for holder in (places(train_group, ids), places(test_group, ids))
+    )
+    return Partition(train, test, ids=ids)
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {
@@ -129,8 +136,9 @@ def partition(
       **options: the further keyword arguments of that function, e.g. `shards=5`.
 
     Raises:
-      ValueError: an unknown name, an unknown or missing option, a data set without
-        group ids, or what the function itself raises.
+      ValueError: an unknown name, an unknown or missing option, an invalid data set
+        (`sources.settled`) or one without group ids, or what the function itself
+        raises.
     """
     one_of("partition", name, PARTITIONS)
     function, accepted = PARTITIONS[name], options_of(name)
@@ -145,6 +153,7 @@ def partition(
         )
     if clients is None and function is not by_group:
         raise ValueError(f"clients=None: give partition={name!r} a number of clients")
+    dataset = settled(dataset)
     ids = (dataset.train_y, dataset.test_y)
     if function is by_group:
         ids = (dataset.train_group, dataset.test_group)

@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["THREE_WAYS", "Found", "read_digits", "read_idx", "read_npz", "upright"]
+__all__ = [
+    "KEYS",
+    "THREE_WAYS",
+    "Found",
+    "looked_for",
+    "read_digits",
+    "read_idx",
+    "read_npz",
+    "upright",
+]
 
 THREE_WAYS = (
     "supply it with --data_file=FILE.npz (arrays train_x, train_y, test_x, test_y), "
@@ -53,7 +62,7 @@ def read_npz(name: str, path: Path) -> Found:
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{described} is damaged or holds pickled objects: save plain arrays with "
-            "numpy.savez"
+            "numpy.savez (text: array.astype(str))"
         ) from error
     if lacking:
         raise ValueError(
@@ -89,35 +98,74 @@ def read_digits() -> Found:
 def read_idx(name: str, folder: Path) -> Found | None:
     """Reads the four idx files of `folder`, plain or gz; None if it holds none.
 
-    EMNIST's files are its ByClass ones, which store images transposed: they are
-    turned upright.
+    They may lie where torchvision puts them (`MNIST/raw`), be written in capitals, or
+    with a dot (`train-images.idx3-ubyte`). EMNIST's files are its ByClass ones, which
+    store images transposed: they are turned upright.
 
     Raises:
-      ValueError: some but not all of the four files are there, or one is broken.
+      ValueError: the folder is missing, some but not all of the four files are there,
+        or one is broken.
     """
-    prefixes = ("train", "t10k")
-    if name == "emnist":
-        prefixes = ("emnist-byclass-train", "emnist-byclass-test")
-    stems = [
-        f"{p}-{kind}"
-        for p in prefixes
-        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
-    ]
-    paths = [_plain_or_gz(folder / stem) for stem in stems]
-    if not any(paths):
+    if not folder.is_dir():
+        raise ValueError(f"data_dir {str(folder)!r} is no folder: {THREE_WAYS}")
+    held = [_idx_files(name, place) for place in _places(name, folder)]
+    paths = max(held, key=len)
+    if not paths:
         return None
-    for stem, path in zip(stems, paths):
-        if path is None:
-            raise ValueError(f"{str(folder)!r} holds idx files but lacks {stem}[.gz]")
-    arrays = dict(zip(KEYS, (read_idx_file(path) for path in paths)))
+    if len(paths) < len(KEYS):
+        raise ValueError(
+            f"{str(folder)!r} holds idx files but lacks "
+            f"{', '.join(stem for stem in _stems(name) if stem not in paths)}; "
+            f"{looked_for(name, folder)}"
+        )
+    arrays = {k: read_idx_file(paths[stem]) for k, stem in zip(KEYS, _stems(name))}
     if name == "emnist":
         arrays = upright(arrays)
     return Found(arrays, None, f"idx files of {folder}")
 
 
-def _plain_or_gz(path: Path) -> Path | None:
-    candidates = (path, path.with_name(path.name + ".gz"))
-    return next((p for p in candidates if p.is_file()), None)
+def looked_for(name: str, folder: Path) -> str:
+    """Which idx files `read_idx` looks for, and what the folder holds instead."""
+    found = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
+    return (
+        f"looked for {', '.join(_stems(name))}, with or without .gz, and found "
+        f"{shown or 'nothing'}"
+    )
+
+
+def _stems(name: str) -> list[str]:
+    """The official names, in the order of `KEYS`."""
+    prefixes = ("train", "t10k")
+    if name == "emnist":
+        prefixes = ("emnist-byclass-train", "emnist-byclass-test")
+    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+    return [f"{prefix}-{kind}" for prefix in prefixes for kind in kinds]
+
+
+def _places(name: str, folder: Path) -> list[Path]:
+    """The folder, and those in it that are named after the data set, raw or gzip."""
+
+    def named(place: Path, names: tuple[str, ...]) -> list[Path]:
+        found = sorted(path for path in place.iterdir() if path.is_dir())
+        return [path for path in found if _squeezed(path.name) in names]
+
+    tops = [folder, *named(folder, (_squeezed(name),))]
+    return [place for top in tops for place in (top, *named(top, ("raw", "gzip")))]
+
+
+def _squeezed(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _idx_files(name: str, folder: Path) -> dict[str, Path]:
+    """Those of the four files that a folder holds, by their official names."""
+    official = {
+        path.name.lower().removesuffix(".gz").replace(".", "-"): path
+        for path in sorted(folder.iterdir(), reverse=True)  # plain before gz
+        if path.is_file()
+    }
+    return {stem: official[stem] for stem in _stems(name) if stem in official}
 
 
 def upright(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -127,14 +175,16 @@ def upright(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def read_idx_file(path: Path) -> np.ndarray:
-    """One idx file of unsigned bytes (the MNIST format), plain or gz, as uint8.
+    """One idx file of unsigned bytes (the MNIST format), plain or gzipped, as uint8.
 
     Raises:
       ValueError: not such a file, or truncated.
     """
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            data = file.read()
+        data = path.read_bytes()
+        # Whatever its name says.
+        if path.suffix.lower() == ".gz" or data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"idx file {str(path)!r} is unreadable: {error}") from error
     if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:

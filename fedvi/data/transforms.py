@@ -8,9 +8,22 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from fedvi.checks import at_least
+from fedvi.checks import at_least, one_of
 
-__all__ = ["crop_and_flip", "pixel_statistics", "standardise"]
+__all__ = [
+    "NORMALISATIONS",
+    "crop_and_flip",
+    "normalisation",
+    "pixel_statistics",
+    "standardise",
+]
+
+# By name the mean and deviation that `standardise` takes; None: those of the data.
+NORMALISATIONS: dict[str, tuple[float, float] | None] = {
+    "standardise": None,
+    "half": (0.5, 0.5),
+    "unit": (0.0, 1.0),
+}
 
 # Examples converted to float64 at once: 10 times faster than thousands, whose copies do
 # not fit the cache.
@@ -45,6 +58,27 @@ def standardise(mean: ArrayLike, std: ArrayLike) -> Callable[[Array], Array]:
         return (x.astype(jnp.float32) - centre) / spread
 
     return preprocess
+
+
+def normalisation(name: str, train_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `standardise` takes: of the data, or the constants of `NORMALISATIONS`.
+
+    Args:
+      name: "standardise": `pixel_statistics`; "half": pixels in -1..1; "unit": in 0..1.
+      train_x: `[n, ..., channels]`, without padding.
+
+    Returns:
+      `(mean, std)`, float32 `[channels]` each.
+
+    Raises:
+      ValueError: another name.
+    """
+    one_of("normalise", name, NORMALISATIONS)
+    constants = NORMALISATIONS[name]
+    if constants is None:
+        return pixel_statistics(train_x)
+    mean, std = (np.full(train_x.shape[-1], c, np.float32) for c in constants)
+    return mean, std
 
 
 def pixel_statistics(train_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

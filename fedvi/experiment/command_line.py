@@ -329,7 +329,7 @@ def read(
                 f"flag --algorithm={','.join(flag_values.algorithm)}: {config.method} "
                 "is named twice"
             )
-    name = flag_values.name or f"{'-'.join(folders)}_{flag_values.dataset}"
+    name = flag_values.name or f"{'-'.join(folders)}_{configs[0].data_name}"
     run_dir = Path(flag_values.run_dir or Path("runs") / name)
     chunk_size = flag_values.chunk_size
     if chunk_size.isdecimal():

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import optax
 
 from fedvi.codecs import CODECS
-from fedvi.data import CLUSTER_TRANSFORMS, PARTITIONS
+from fedvi.data import CLUSTER_TRANSFORMS, NORMALISATIONS, PARTITIONS, FederatedData
 from fedvi.data.partitions import options_of
+from fedvi.data.sources import file_name
 from fedvi.nn import MODELS
 from fedvi.options import check, option
 from fedvi.selection import RULES
@@ -24,6 +25,11 @@ __all__ = [
 ]
 
 
+# FedHB's data and N (§6), and the data that its and FedBABU's augmentation is for.
+PROTOCOL_DATASET, PROTOCOL_CLIENTS = "cifar100", 100
+AUGMENTED = ("cifar10", "cifar100")
+
+
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig:
     """All that the result of a run depends on, as plain values that JSON can hold.
@@ -31,7 +37,8 @@ class ExperimentConfig:
     The defaults are the protocol of FedHB §6 (N=100, f=0.1, τ=1, batch 50, learning
     rate 0.1, five epochs of personalisation) and, where the paper is silent, that of
     FedBABU's code, which it follows (decay at ½ and ¾ of the rounds, momentum 0.9,
-    crop and flip, fine-tuning rate 1e-3, test batch 128).
+    crop and flip, fine-tuning rate 1e-3, test batch 128). What suits only some data is
+    None by default and comes from the data (`for_data`).
 
     Each field's meaning and bounds stand beside it; they are the help texts of the
     flags too.
@@ -45,10 +52,11 @@ class ExperimentConfig:
         metadata={"help": "The algorithm's own options; its defaults for the rest."},
     )
 
-    dataset: str = option(
-        "cifar100",
+    dataset: str | None = option(
+        None,
         "digits (embedded), fashion_mnist, mnist, emnist, cifar10, cifar100 or another "
-        "tensorflow-datasets name; with data_file any name.",
+        "tensorflow-datasets name; with data_file any name. Default: the file's name "
+        f"and classes; without a file {PROTOCOL_DATASET}.",
     )
     data_file: str | None = option(
         None, "An .npz with train_x, train_y, test_x, test_y."
@@ -71,8 +79,11 @@ class ExperimentConfig:
         "How the data are split over clients (FedHB §6: class_shards).",
         choices=PARTITIONS,
     )
-    clients: int = option(
-        100, "N, number of clients; 0 with by_group: all groups.", at_least=0
+    clients: int | None = option(
+        None,
+        f"N, number of clients. Default: {PROTOCOL_CLIENTS}; with by_group, as with 0, "
+        "all groups.",
+        at_least=0,
     )
     shards: int | None = option(
         None, "s, shards a client (class_shards, label_sorted_shards).", at_least=1
@@ -134,9 +145,17 @@ class ExperimentConfig:
         below=1,
     )
 
-    model: str = option(
-        "mobilenet",
-        "The network (FedHB §6: mobilenet; appendix H: mlp).",
+    normalise: str = option(
+        "standardise",
+        "What the network sees of pixels in 0..1 and of features: standardise: (x - "
+        "mean) / std of the training split; half: (x - 0.5) / 0.5 (the public code of "
+        "pFedBayes); unit: as they are.",
+        choices=NORMALISATIONS,
+    )
+    model: str | None = option(
+        None,
+        "The network (FedHB §6: mobilenet; appendix H: mlp). Default: mobilenet for "
+        "images whose sides are multiples of 32, else mlp.",
         choices=MODELS,
     )
     hidden: tuple[int, ...] = option(
@@ -147,8 +166,10 @@ class ExperimentConfig:
         "Of the activations: float32 or bfloat16, half the memory on an accelerator. "
         "Parameters stay float32 (docs/performance.md).",
     )
-    augment: bool = option(
-        True, "Random crop and flip in training and fine-tuning (FedBABU)."
+    augment: bool | None = option(
+        None,
+        "Random crop and flip in training and fine-tuning (FedBABU). Default: for "
+        f"{' and '.join(AUGMENTED)} only.",
     )
 
     rounds: int = option(320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1)
@@ -262,6 +283,39 @@ class ExperimentConfig:
         _expand(self, "data_file", "second_data_file", "ood_data_file", "data_dir")
 
     @property
+    def data_name(self) -> str:
+        """The name of the data set: given, its file's, or that of FedHB's protocol."""
+        if self.dataset is not None:
+            return self.dataset
+        return PROTOCOL_DATASET if self.data_file is None else file_name(self.data_file)
+
+    @property
+    def parts(self) -> int | None:
+        """N as asked for; None: as many as there are groups."""
+        if self.clients is None and self.partition != "by_group":
+            return PROTOCOL_CLIENTS
+        return self.clients or None
+
+    def for_data(self, federated: FederatedData) -> "ExperimentConfig":
+        """The configuration with every default that the data decide filled in.
+
+        Args:
+          federated: what this configuration loads, or a user's own data.
+        """
+        input_shape = federated.train.x.shape[2:]
+        asked = (self.dataset, self.data_file, self.second_dataset)
+        name = federated.name if asked == (None, None, None) else self.data_name
+        tiles = len(input_shape) == 3 and not any(s % 32 for s in input_shape[:2])
+        filled = {
+            "dataset": name,
+            "clients": len(federated.train.size),
+            "model": "mobilenet" if tiles else "mlp",
+            "augment": name in AUGMENTED and len(input_shape) == 3,
+        }
+        missing = {k: v for k, v in filled.items() if getattr(self, k) is None}
+        return dataclasses.replace(self, **missing)
+
+    @property
     def method(self) -> str:
         """The algorithm, with its selection where that is not uniform: `dsvgd:ksd`."""
         if self.selection == "uniform":
@@ -278,6 +332,12 @@ class ExperimentConfig:
         looked at."""
         given = {key: getattr(self, key) for key in options_of(self.partition)}
         return {key: value for key, value in given.items() if value is not None}
+
+    def idle_options(self) -> list[str]:
+        """Given options of other partitions, which nothing looks at."""
+        options = dict.fromkeys(key for name in PARTITIONS for key in options_of(name))
+        idle = options.keys() - options_of(self.partition).keys()
+        return [k for k in options if k in idle and getattr(self, k) is not None]
 
     def learning_rate_schedule(self) -> Callable:
         """The learning rate as a function of the round, counted from 0."""
@@ -521,8 +581,12 @@ def _check_agreement(config: ExperimentConfig) -> None:
         raise ValueError(
             "clients=0 must be at least 1; only partition='by_group' takes 0"
         )
-    if config.clients:
-        check_novel(config.clients, config.novel_clients)
+    if config.parts:
+        check_novel(config.parts, config.novel_clients)
+    if config.data_dir is not None and config.dataset is config.data_file is None:
+        raise ValueError(
+            f"data_dir={config.data_dir!r} needs a name for its data: give dataset"
+        )
     if config.seed + config.seeds > 2**32:
         raise ValueError(
             f"seed={config.seed} is too large for seeds={config.seeds} runs: the last "

@@ -1,8 +1,9 @@
 """The run folder: its files, written so that a kill never leaves half of one.
 
-`config.json` is written first, `metrics.csv` grows by one row per evaluation and
-seed, `selection.csv` by one per round and seed where clients are chosen by their
-importance, `summary.json` comes last: its presence means that the run is finished.
+`config.json` is written first, and `clients.csv`, which says who the clients are.
+`metrics.csv` grows by one row per evaluation and seed, `selection.csv` by one per round
+and seed where clients are chosen by their importance, `summary.json` comes last: its
+presence means that the run is finished.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "CHECKPOINT",
+    "CLIENTS",
     "CONFIG",
     "ENTROPY_DENSITY",
     "FINETUNE_CURVE",
@@ -38,11 +40,13 @@ __all__ = [
     "read_json",
     "remove",
     "write_atomically",
+    "write_csv",
     "write_json",
     "writing",
 ]
 
 CONFIG = "config.json"
+CLIENTS = "clients.csv"
 METRICS = "metrics.csv"
 SELECTION = "selection.csv"
 SUMMARY = "summary.json"
@@ -55,6 +59,7 @@ FINETUNE_CURVE = "finetune_curve.png"
 ENTROPY_DENSITY = "entropy_density.png"
 RUN_FILES = (
     CONFIG,
+    CLIENTS,
     METRICS,
     SELECTION,
     SUMMARY,
@@ -163,6 +168,12 @@ def damaged(path: Path, why: object) -> str:
     if path.name == SUMMARY:
         remedy = "delete it, and --resume writes it from the checkpoint"
     return f"{path} was changed or cut short ({why}): put it back, or {remedy}"
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows of the same columns, at least one, atomically."""
+    text = _text(list(rows[0]), rows, header=True).encode("utf-8")
+    write_atomically(path, lambda file: file.write(text))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -307,8 +318,7 @@ class CsvFile:
         return columns, rows
 
     def _replace(self, columns: Sequence[str], rows: Sequence[Mapping]) -> None:
-        text = _text(columns, rows, header=True).encode("utf-8")
-        write_atomically(self.path, lambda file: file.write(text))
+        write_csv(self.path, [{key: row[key] for key in columns} for row in rows])
         self._columns = list(columns)
 
 

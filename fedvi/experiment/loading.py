@@ -14,15 +14,15 @@ __all__ = ["LoadedData", "load_data"]
 
 
 class LoadedData(NamedTuple):
-    """Every client's data, and what is needed to standardise it.
+    """Every client's data, and what is needed to normalise it.
 
     Attributes:
       federated: the clients' data; `test` holds what is evaluated on, which with
         `validation_fraction` is a part of the training data.
-      mean: pixel mean of the training split of `dataset`, `[channels]`, of the
-        classes that are kept; with `second_dataset` and `cluster_transform` too it
-        serves every client.
-      std: its standard deviation.
+      mean: what is taken off the inputs, `[channels]`: the mean of the training split
+        of `dataset`, of the classes that are kept, or as `normalise` says. With
+        `second_dataset` and `cluster_transform` too it serves every client.
+      std: what they are then divided by.
       ood: the evaluated part of `ood_dataset`, if one is given.
     """
 
@@ -44,7 +44,7 @@ def load_data(config: ExperimentConfig) -> LoadedData:
     dataset = _dataset(config, config.dataset, config.data_file)
     if config.augment and dataset.train_x.ndim != 4:
         raise ValueError(
-            f"augment=True needs images, but {config.dataset!r} holds features of "
+            f"augment=True needs images, but {config.data_name!r} holds features of "
             f"shape {dataset.train_x.shape[1:]}: give --noaugment"
         )
     federated = _clustered(config, dataset, _federated(config, dataset))
@@ -57,14 +57,16 @@ def load_data(config: ExperimentConfig) -> LoadedData:
             f"no client of partition={config.partition!r} has {config.evaluated_on} "
             "data: give validation_fraction, the part of the training data to hold out"
         )
-    mean, std = data.pixel_statistics(dataset.train_x)
+    mean, std = data.normalisation(config.normalise, dataset.train_x)
     return LoadedData(federated, mean, std, _out_of_distribution(config, federated))
 
 
 def _dataset(
-    config: ExperimentConfig, name: str, data_file: str | None
+    config: ExperimentConfig, name: str | None, data_file: str | None
 ) -> data.Dataset:
     """A data set with the classes that the configuration asks for."""
+    if data_file is None:
+        name = name or config.data_name
     dataset = data.load(name, data_file=data_file, data_dir=config.data_dir)
     if config.keep_classes:
         dataset = data.keep_classes(dataset, config.keep_classes)
@@ -77,7 +79,7 @@ def _federated(config: ExperimentConfig, dataset: data.Dataset) -> FederatedData
     partition = data.partition(
         config.partition,
         dataset,
-        clients=config.clients or None,
+        clients=config.parts,
         seed=config.partition_seed,
         **config.partition_options(),
     )
@@ -97,7 +99,7 @@ def _clustered(
     if np.array_equal(second.train_x, dataset.train_x):
         raise ValueError(
             f"second_dataset={config.second_dataset!r} has the same training inputs as "
-            f"dataset={config.dataset!r}: give its own second_data_file"
+            f"dataset={config.data_name!r}: give its own second_data_file"
         )
     return data.join_halves(federated, _federated(config, second))
 
@@ -106,7 +108,7 @@ def _out_of_distribution(
     config: ExperimentConfig, federated: FederatedData
 ) -> ClientData | None:
     """What takes the place of `federated.test`, checked to fit the same model."""
-    name = config.ood_dataset
+    name, here = config.ood_dataset, f"dataset={config.data_name!r}"
     if name is None:
         return None
     ood = load_data(
@@ -121,21 +123,27 @@ def _out_of_distribution(
         )
     ).federated.test
     test = federated.test
-    for what, here, there in (
+    for what, ours, theirs in (
         ("number of clients", len(test.size), len(ood.size)),
         ("shape of an example", test.x.shape[2:], ood.x.shape[2:]),
         ("type of an example", test.x.dtype, ood.x.dtype),
     ):
-        if here != there:
+        if ours != theirs:
             raise ValueError(
-                f"ood_dataset={name!r} differs from dataset={config.dataset!r} in the "
-                f"{what}: {there}, not {here}; one model must serve both: give a data "
+                f"ood_dataset={name!r} differs from {here} in the "
+                f"{what}: {theirs}, not {ours}; one model must serve both: give a data "
                 "set that agrees"
             )
     # One folder of idx files holds one data set, whatever its name.
     if np.array_equal(ood.x, test.x):
         raise ValueError(
-            f"ood_dataset={name!r} has the same inputs as dataset={config.dataset!r}: "
+            f"ood_dataset={name!r} has the same inputs as {here}: "
             "give its own ood_data_file"
         )
+    data.check_scale(
+        f"inputs of {here}",
+        data.some_examples(test),
+        f"those of ood_dataset={name!r}",
+        data.some_examples(ood),
+    )
     return ood

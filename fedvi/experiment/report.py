@@ -223,6 +223,7 @@ def summary(
         "participants": experiment.selection.size,
         "train_examples": experiment.task.samples,
         "data": experiment.data.fidelity,
+        "class_names": experiment.data.class_names,
         "data_sha256": experiment.data_sha256,
         "device": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
         "plan": plan,

@@ -16,6 +16,7 @@ __all__ = [
     "MODELS",
     "by_method",
     "choice_rows",
+    "client_rows",
     "evaluation_rows",
     "trouble",
 ]
@@ -176,6 +177,18 @@ def choice_rows(
         }
         for offset in range(metrics.client_ids.shape[1])
         for index, seed in enumerate(seeds)
+    ]
+
+
+def client_rows(experiment: Experiment) -> list[dict[str, Any]]:
+    """One row per client: its number, its natural id if it has one, and its sizes."""
+    data = experiment.data
+    clients = len(data.train.size)
+    ids = range(clients) if data.ids is None else data.ids.tolist()
+    sizes = (np.asarray(part.size).tolist() for part in (data.train, data.test))
+    return [
+        {"client": client, "id": name, "train_size": train, "test_size": test}
+        for client, (name, train, test) in enumerate(zip(ids, *sizes, strict=True))
     ]
 
 

@@ -207,12 +207,14 @@ def _prepared(
             setting = dataclasses.replace(
                 config, algorithm="", options={}, selection="uniform"
             )
-            if loaded is None and setting != shared_for:
+            if new := loaded is None and setting != shared_for:
                 shared, shared_for = load_data(config), setting
                 print(class_histogram(shared.federated))
             experiments.append(
                 setup.experiment(config, builder, shared, options.model_devices)
             )
+            if new:
+                print(setup.applied(config, experiments[-1]))
         return experiments
 
     processes.on_first(check_folders)
@@ -331,6 +333,8 @@ class Session:
             folder.remove(self.run_dir / folder.STORE)
         (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
         folder.write_json(self.run_dir / folder.CONFIG, self.config.to_dict())
+        clients = rows.client_rows(self.experiment)
+        folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 
     def compile(self) -> None:
         """Compiles what is left of the run, so that nothing waits in the middle."""

@@ -30,6 +30,7 @@ from fedvi.streaming import StreamedFederation
 
 __all__ = [
     "Experiment",
+    "applied",
     "experiment",
     "federation",
     "identity",
@@ -41,8 +42,8 @@ class Experiment(NamedTuple):
     """All that a configuration stands for, but for the way it is run.
 
     Attributes:
-      config: what it is made from, with every option; `selection` is uniform where the
-        algorithm takes all clients.
+      config: what it is made from, with every option and every default that the data
+        decide; `selection` is uniform where the algorithm takes all clients.
       data: every client's.
       data_sha256: of all clients' examples (hex).
       task: counts the clients that may take part in training.
@@ -142,6 +143,7 @@ def experiment(
     config = resolve(config, builder)
     federated, mean, std, ood = loaded or load_data(config)
     train, clients = federated.train, len(federated.train.size)
+    config = config.for_data(federated)
     check_novel(clients, config.novel_clients)
     novel = _novel(config, clients)
     trained = np.delete(np.arange(clients), novel)
@@ -173,6 +175,31 @@ def experiment(
     )
     _check_end(result)
     return result
+
+
+def applied(given: ExperimentConfig, experiment: Experiment) -> str:
+    """One line on what a run makes of its data, what they decided and what is idle.
+
+    Args:
+      given: the configuration as it was asked for.
+      experiment: what was built from it.
+    """
+    config, x = experiment.config, experiment.data.train.x
+    decided = [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(given, field.name) is None
+        and getattr(config, field.name) is not None
+    ]
+    note = f" (decided by the data: {', '.join(decided)})" if decided else ""
+    if idle := given.idle_options():
+        note += f" (not looked at with partition={given.partition}: {', '.join(idle)})"
+    return (
+        f"dataset={config.dataset}, {experiment.data.classes} classes, "
+        f"clients={len(experiment.data.train.size)}, inputs "
+        f"{x.dtype}{list(x.shape[2:])}, normalise={config.normalise}, "
+        f"model={config.model}, augment={config.augment}{note}"
+    )
 
 
 def _local_training(config: ExperimentConfig) -> tuple[LocalTraining, LocalTraining]:

@@ -43,14 +43,6 @@ class BinaryLogistic(nn.Module):
 
     classes: int
 
-    def __post_init__(self):
-        if self.classes != 2:
-            raise ValueError(
-                f"model='binary_logistic' has two classes, not {self.classes}: use "
-                "'logistic', or keep two classes (one_against_rest)"
-            )
-        super().__post_init__()
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         logit = Dense(1, use_bias=False, name=HEAD)(_flatten(x))
@@ -215,6 +207,11 @@ def build(
                 f"{option}={value!r} is no option of {name}: choose from "
                 f"{sorted(allowed)}"
             )
+    if name == "binary_logistic" and classes != 2:
+        raise ValueError(
+            f"model='binary_logistic' has two classes, not {classes}: use 'logistic', "
+            "or keep two classes (one_against_rest)"
+        )
     _check_size(name, input_shape, preprocess)
     module = MODELS[name](classes=classes, **options)
     model = from_flax(

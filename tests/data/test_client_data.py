@@ -1,9 +1,14 @@
 """Padding, held-out parts and the printed histogram."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedvi.algorithms import fedavg
 from fedvi.data import (
+    ClientArrays,
+    ClientData,
     Dataset,
     Partition,
     class_histogram,
@@ -11,7 +16,10 @@ from fedvi.data import (
     empty_clients,
     federate,
     hold_out,
+    settled_clients,
 )
+from fedvi.federation import Federation
+from fedvi.streaming import StreamedFederation
 
 
 def rows(*parts):
@@ -50,10 +58,12 @@ def test_federate_pads_to_the_largest_client(dataset, uneven):
 
 
 def test_no_test_data_at_all_still_has_a_shape(dataset):
-    federated = federate(dataset, Partition(rows([0], [1]), rows([], []), False, 6))
+    federated = federate(dataset, Partition(rows([0], [1]), rows([], [])))
     assert federated.test.x.shape == (2, 1, 4, 4, 3)
     assert federated.test.size.tolist() == [0, 0]
-    assert federated.fidelity == "made up; 6 test examples fit no client"
+    assert federated.fidelity == (
+        "made up; 10 training examples fit no client; 6 test examples fit no client"
+    )
 
 
 def test_pooled_partitions_index_train_then_test(dataset):
@@ -164,3 +174,82 @@ def test_histogram_of_many_clients_and_classes_stays_short(classes):
     assert heads[-1].split("-")[-1] == str(classes - 1)
     assert sum(map(int, lines[6].split()[1:])) == len(parts[0])
     assert lines[-1] == "  ... 40 more clients"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "size"),
+    [
+        (np.float64, np.int64, np.int64),
+        (">f4", ">i4", ">i8"),
+        (">f8", np.int8, np.uint8),
+        (np.float16, np.uint16, np.uint64),
+        (np.int64, bool, np.int32),
+        (np.uint8, np.float64, np.int16),
+    ],
+)
+def test_hand_made_clients_are_settled_for_jax(x, y, size):
+    """Issue 13.15b: jax 0.12 warns of int64, and takes no big-endian numbers."""
+    given = ClientData(
+        np.asfortranarray(np.arange(24).reshape(2, 3, 4)).astype(x),
+        np.array([[0, 1, 1], [1, 0, 0]]).astype(y),
+        np.array([3, 2]).astype(size),
+    )
+    settled = settled_clients(given)
+    for old, new in zip(given, settled):
+        np.testing.assert_array_equal(old, new)
+        assert new.dtype.isnative and new.dtype == jax.dtypes.canonicalize_dtype(
+            new.dtype
+        )
+    assert settled.size.dtype == np.int32
+    assert settled.y.dtype == {bool: bool, np.float64: np.float32}.get(y, np.int32)
+    # What is right already, or no host array, stays itself.
+    again = settled_clients(settled)
+    assert all(a is b or np.shares_memory(a, b) for a, b in zip(again, settled))
+    on_device = settled._replace(x=jnp.zeros((2, 3, 4)))
+    assert settled_clients(on_device).x is on_device.x
+
+
+def test_lists_become_arrays_and_a_huge_label_does_not_wrap_around():
+    data = ClientData([[[0.5], [1.5]]], [[0, 2**32 + 1]], [2])
+    settled = settled_clients(data)
+    assert settled.x.dtype == np.float32 and settled.size.dtype == np.int32
+    assert settled.y.tolist() == [[0, 2**32 + 1]]
+    assert settled_clients(None) is None
+
+
+def test_c22_pooled_splits_are_on_one_scale(dataset):
+    """Wide pixels in one split only make features of both."""
+    wide = dataset._replace(
+        train_x=dataset.train_x.astype(np.uint16) * 3,
+        test_x=dataset.test_x.astype(np.uint16),
+    )
+    everything = [np.arange(12)], [12 + np.arange(6)]
+    pooled = federate(wide, Partition(*everything, pooled=True))
+    assert pooled.train.x.dtype == pooled.test.x.dtype == np.float32
+    np.testing.assert_array_equal(pooled.train.x[0], wide.train_x)
+    np.testing.assert_array_equal(pooled.test.x[0], wide.test_x)
+
+
+def test_a_federation_takes_hand_made_data_without_a_warning(task, train, test):
+    """Issue 13.15b; warnings are errors here."""
+    rough = ClientData(
+        np.asfortranarray(train.x.astype(">f8")),
+        train.y.astype(np.int64),
+        train.size.tolist(),
+    )
+    plain = test._replace(y=test.y.tolist(), size=test.size.astype(np.uint8))
+    federation = Federation(fedavg(task), rough, plain)
+    for given, settled in ((train, federation.train), (test, federation.test)):
+        for leaf, like in zip(settled, given, strict=True):
+            assert leaf.dtype == like.dtype
+            np.testing.assert_array_equal(leaf, like)
+
+
+def test_c22_a_federation_refuses_inputs_of_two_types(task, train, test):
+    pixels = test._replace(x=test.x.astype(np.uint8))
+    message = "train.x is float32 and test.x uint8, which a model scales differently"
+    with pytest.raises(ValueError, match=message):
+        Federation(fedavg(task), train, pixels)
+    sources = [ClientArrays(data) for data in (train, pixels)]
+    with pytest.raises(ValueError, match=message):
+        StreamedFederation(fedavg(task), *sources)

@@ -92,7 +92,8 @@ def test_a_transform_undoes_itself_and_leaves_its_input_alone(dataset, transform
 
 def test_the_fidelity_says_what_was_done(five):
     assert transform_half(five, "rotate").fidelity == (
-        "made up; second half of the clients: images rotated by 180 degrees"
+        "made up; 2 training examples fit no client; second half of the clients: "
+        "images rotated by 180 degrees"
     )
     notes = {transform_half(five, t).fidelity for t in CLUSTER_TRANSFORMS}
     assert len(notes) == 3
@@ -141,7 +142,8 @@ def test_halves_of_two_federations_are_joined(five, other):
             )
     assert (joined.name, joined.classes) == ("mine+yours", 3)
     assert joined.fidelity == (
-        "first half of the clients: mine, made up; second half: yours, found"
+        "first half of the clients: mine, made up; 2 training examples fit no client; "
+        "second half: yours, found; 1 training examples fit no client"
     )
 
 
@@ -189,3 +191,22 @@ def test_a_transform_that_does_not_fit_is_named(five, dataset):
         transform_half(features, "rotate")
     flipped = transform_half(features, "relabel")
     np.testing.assert_array_equal(flipped.train.x, features.train.x)
+
+
+def test_c22_a_second_data_set_on_another_scale_is_refused(dataset):
+    parts = as_partition([[0, 1], [2], [3], [4], [5]])
+
+    def scaled(factor):
+        x = {key: getattr(dataset, key) * factor for key in ("train_x", "test_x")}
+        return federate(dataset._replace(**x), parts)
+
+    join_halves(scaled(0.5), scaled(1.0))
+    with pytest.raises(ValueError, match="inputs of 'mine' and those of 'mine' are on"):
+        join_halves(scaled(1.0), scaled(1 / 255))
+
+
+def test_natural_ids_follow_the_halves(five, other):
+    named = dataclasses.replace(five, ids=np.arange(5))
+    theirs = dataclasses.replace(other, ids=np.array(["a", "b", "c", "d", "e"]))
+    assert join_halves(named, theirs).ids.tolist() == ["0", "1", "2", "d", "e"]
+    assert join_halves(named, other).ids is None

@@ -1,10 +1,12 @@
 """Partitions by class: the papers' counts, and the cases that broke others' (C2-C4)."""
 
+import re
 import time
 
 import numpy as np
 import pytest
 
+from fedvi.data import federate, partition
 from fedvi.data.label_skew import (
     class_majority,
     class_shards,
@@ -12,6 +14,7 @@ from fedvi.data.label_skew import (
     dirichlet,
     label_sorted_shards,
 )
+from fedvi.data.sources import Dataset
 
 SEEDS = range(5)
 
@@ -135,14 +138,14 @@ def test_label_sorted_shards_give_few_classes(seed):
     # Test images of the held classes only, in proportion up to rounding.
     assert (np.abs(test - train / 6) < 1).all()
     assert (test[train == 0] == 0).all()
-    assert part.dropped_test == 0
+    assert test.sum() == len(MNIST[1])
 
 
-def test_test_images_of_unheld_classes_are_counted():
+def test_test_images_of_unheld_classes_go_to_nobody():
     part = label_sorted_shards(
         labels(10, 10), labels(4, 4, 3), clients=2, shards=1, seed=0
     )
-    assert part.dropped_test == 3
+    assert sum(map(len, part.test)) == 8
 
 
 def test_label_sorted_shards_need_enough_images():
@@ -272,7 +275,6 @@ def test_two_classes_are_mixed_nine_to_one_and_one_to_nine():
     np.testing.assert_array_equal(counts(part.train, TWO[0], 2), expected)
     expected = np.array([[27, 3], [3, 27]] * 2)
     np.testing.assert_array_equal(counts(part.test, TWO[1], 2), expected)
-    assert part.dropped_test == 160 - 4 * 30
 
 
 def test_the_majority_class_is_the_client_number_modulo_the_classes():
@@ -315,14 +317,12 @@ def test_labels_need_not_be_consecutive_and_unknown_test_labels_are_dropped():
     shares = [np.mean(train_y[hand] == 2) for hand in part.train]
     assert shares == [0.75, 0.25]
     assert not np.isin(np.concatenate(part.test), np.flatnonzero(test_y == 5)).any()
-    assert part.dropped_test == 30 - sum(map(len, part.test)) >= 10
 
 
 def test_an_empty_test_split_stays_empty():
     part = class_majority(TWO[0], np.empty(0, int), clients=4, seed=0)
     assert [len(hand) for hand in part.test] == [0] * 4
     assert [len(hand) for hand in part.train] == [200] * 4
-    assert part.dropped_test == 0
 
 
 @pytest.mark.parametrize("majority", [0.49, 1.0, 1.5, -0.1, np.nan])
@@ -350,3 +350,39 @@ def test_too_many_clients_for_one_example_of_each_class_are_named():
         class_majority(y, y, clients=17, seed=0, majority=0.89)
     with pytest.raises(ValueError, match="the test split, whose 2 classes have 0 to 5"):
         class_majority(y, labels(0, 5), clients=2, seed=0)
+
+
+def test_c35_test_classes_that_training_lacks_are_counted():
+    """In every partition: what no client gets is in the line about the data."""
+    train_y, test_y = labels(20, 20), labels(10, 10, 7)
+    dataset = Dataset(
+        np.zeros((40, 2)), train_y, np.zeros((27, 2)), test_y, 3, "mine", "made up"
+    )
+    for name, options, note in (
+        ("class_shards", {"shards": 2}, "7 test examples fit no client"),
+        ("label_sorted_shards", {}, "7 test examples fit no client"),
+        (
+            "class_subsets",
+            {"classes_per_client": 1, "train_per_class": 8, "test_per_class": 4},
+            "8 training examples fit no client; 11 test examples fit no client",
+        ),
+        (
+            "class_subsets",
+            {"classes_per_client": 1, "train_per_class": 8, "test_per_class": 4}
+            | {"pool": True},
+            "pooled; 19 pooled examples fit no client",
+        ),
+        (
+            "class_majority",
+            {"majority": 0.5},
+            "made up; 11 test examples fit no client",
+        ),
+        ("dirichlet", {"alpha": 1.0}, "made up"),
+        ("iid", {}, "made up"),
+    ):
+        part = partition(name, dataset, clients=4, seed=0, **options)
+        federated = federate(dataset, part)
+        assert federated.fidelity.endswith(note), name
+        dealt = federated.train.size.sum() + federated.test.size.sum()
+        left = sum(int(n) for n in re.findall(r"(\d+) \w+ examples", note))
+        assert dealt + left == 67, name

@@ -31,7 +31,7 @@ def test_by_group_gives_each_writer_its_images():
     part = by_group(train, np.array([3, 4, 9, 9, 5]))
     assert [hand.tolist() for hand in part.train] == [[1, 4], [0, 2, 5], [3]]
     assert [hand.tolist() for hand in part.test] == [[0], [], [2, 3]]
-    assert part.dropped_test == 2
+    assert part.ids.tolist() == [3, 7, 9]
 
 
 def test_by_group_chooses_some_writers_by_seed():
@@ -40,7 +40,7 @@ def test_by_group_chooses_some_writers_by_seed():
     chosen = [int(groups[hand[0]]) for hand in part.train]
     assert chosen == sorted(set(chosen))
     assert {len(hand) for hand in part.train} == {3}
-    assert part.dropped_test == 14 * 3
+    assert part.ids.tolist() == chosen
     again = by_group(groups, groups, clients=6, seed=2)
     assert chosen != [int(groups[hand[0]]) for hand in again.train]
 

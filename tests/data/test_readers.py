@@ -119,3 +119,65 @@ def test_debians_fashion_mnist():
     assert dataset.test_x.shape == (10000, 28, 28, 1)
     assert np.bincount(dataset.train_y).tolist() == [6000] * 10
     assert np.bincount(dataset.test_y).tolist() == [1000] * 10
+
+
+def moved(folder, rename):
+    """Renames the files of a folder; `rename` may name folders, made where needed."""
+    for path in list(folder.iterdir()):
+        target = folder / rename(path.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.replace("-idx", ".idx"),
+        str.upper,
+        lambda name: f"MNIST/raw/{name}",
+        lambda name: f"raw/{name}",
+        lambda name: f"mnist/{name}",
+    ],
+)
+@pytest.mark.parametrize("compress", [False, True])
+def test_c26_idx_files_by_their_other_names(
+    tmp_path, arrays, write_idx, rename, compress
+):
+    written = arrays(shape=GREY)
+    write_idx(tmp_path, written, compress=compress)
+    moved(tmp_path, rename)
+    np.testing.assert_array_equal(
+        load("mnist", data_dir=tmp_path).test_x, written["test_x"][..., None]
+    )
+
+
+def test_c26_gzip_without_gz(tmp_path, arrays, write_idx):
+    write_idx(tmp_path, arrays(shape=GREY), compress=True)
+    moved(tmp_path, lambda name: name.removesuffix(".gz"))
+    assert len(load("mnist", data_dir=tmp_path).train_x) == 12
+
+
+def test_c26_of_several_sets_the_one_asked_for_is_read(tmp_path, arrays, write_idx):
+    """torchvision's root holds MNIST/raw and FashionMNIST/raw."""
+    for name, n in (("MNIST", 12), ("FashionMNIST", 9)):
+        (tmp_path / name / "raw").mkdir(parents=True)
+        write_idx(tmp_path / name / "raw", arrays(n=n, shape=GREY))
+    assert len(load("fashion_mnist", data_dir=tmp_path).train_x) == 9
+    assert len(load("mnist", data_dir=tmp_path).train_x) == 12
+
+
+def test_c26_what_was_looked_for_and_what_was_found_are_named(
+    tmp_path, arrays, write_idx
+):
+    with pytest.raises(ValueError, match="no/such' is no folder: supply it with"):
+        load("mnist", data_dir=tmp_path / "no" / "such")
+    with pytest.raises(ValueError, match=r"t10k-labels.*\.gz, and found nothing$"):
+        load("mnist", data_dir=tmp_path)
+    write_idx(tmp_path, arrays(shape=GREY))
+    moved(tmp_path, lambda name: f"my-{name}")
+    with pytest.raises(ValueError) as caught:
+        load("mnist", data_dir=tmp_path)
+    message = str(caught.value)
+    for name in ("train-images-idx3-ubyte", "my-t10k-labels-idx1-ubyte"):
+        assert name in message
+    assert "\n" not in message

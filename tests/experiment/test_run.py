@@ -122,6 +122,7 @@ def test_the_summary_holds_what_is_promised(run_dir):
     not_asked = ("mean_of_last_rounds", "window", "finetune_curve", "ood", "novel")
     assert all(summary[key] is None for key in not_asked)
     assert "digits" in summary["data"] and "cpu" in summary["device"]
+    assert summary["class_names"] is None  # they are 0, 1, ...
 
 
 def test_the_summary_agrees_with_the_rows(run_dir):
