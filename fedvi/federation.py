@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import numbers
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +14,12 @@ from jax.sharding import Mesh
 
 from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
-from fedvi.client_map import MODEL_AXIS, map_reduce
+from fedvi.client_map import AXIS, MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.flat import has_flats
-from fedvi.keys import Purpose, derive, is_key
+from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
 from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
@@ -74,6 +73,13 @@ EVALUATIONS: dict[str, Callable] = {
 }
 """What each evaluation does with one client."""
 
+PREDICTIVES = {
+    "evaluate": "global_predictive",
+    "evaluate_personal": "personal_predictive",
+    "uncertainty_personal": "personal_predictive",
+}
+"""Whose predictions an evaluation is of."""
+
 
 class BaseFederation:
     """What federations of clients in memory and on disk share: checks, compiled
@@ -108,9 +114,23 @@ class BaseFederation:
         codec: Codec,
     ):
         if chunk_size is not None:
-            checks.at_least("chunk_size", chunk_size, 1)
-        checks.at_least("eval_batch_size", eval_batch_size, 1)
+            checks.whole("chunk_size", chunk_size)
+        checks.whole("eval_batch_size", eval_batch_size)
+        if mesh is not None and AXIS not in getattr(mesh, "axis_names", ()):
+            raise ValueError(
+                f"mesh={mesh!r} must be one over clients: fedvi.clients_mesh(devices)"
+            )
+        if train.x.shape[2:] != test.x.shape[2:]:
+            raise ValueError(
+                f"test.x has examples of shape {test.x.shape[2:]} and train.x of "
+                f"{train.x.shape[2:]}: they must be the same"
+            )
         self.clients = len(sizes)
+        if selection is not None and not isinstance(selection, Selection):
+            raise ValueError(
+                f"selection={selection!r} must be a fedvi.selection.Selection, such as "
+                f"fedvi.selection.uniform({self.clients}, participants)"
+            )
         self.selection = selection or full(self.clients)
         if self.selection.clients != self.clients:
             raise ValueError(
@@ -139,6 +159,7 @@ class BaseFederation:
         self.compile_seconds = 0.0
         self._jits: dict[Any, Any] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._normalised: set[str] = set()  # the evaluations that are known to be
 
     def variant(self, **changes):
         """The same federation with other attributes, checked before: its clients in
@@ -168,6 +189,17 @@ class BaseFederation:
     def _call(self, name: Any, jitted: Callable, *arguments, **static) -> Any:
         self._compile(name, jitted, *arguments, **static)
         return jitted(*arguments, **static)
+
+    def _evaluated(self, name: str, results: Any) -> Any:
+        """What an evaluation gave, its first one's predictions checked.
+
+        Only the first: to look at them waits for them.
+        """
+        predictive = PREDICTIVES.get(name)
+        if predictive is not None and name not in self._normalised:
+            contract_checks.check_normalised(predictive, results)
+            self._normalised.add(name)
+        return results
 
     def _over_clients(self, function: Callable, operands, items, **options):
         return map_reduce(
@@ -230,6 +262,7 @@ class BaseFederation:
 
     def finite(self, state: State) -> jax.Array:
         """Whether the server's state is finite: [] bool, of several runs `[runs]`."""
+        self._check_state(state)
         several = state.key.ndim > 0
         jitted = self._jit(
             ("finite", several),
@@ -254,6 +287,7 @@ class BaseFederation:
             a state of several runs.
         """
         algorithm = self.algorithm
+        self._check_state(state)
         if state.key.ndim:
             raise ValueError(
                 f"state is that of {len(state.key)} runs: give one of them, such as "
@@ -262,9 +296,10 @@ class BaseFederation:
         which = "posterior" if client is None else "personal_posterior"
         posterior = getattr(algorithm, which)
         if posterior is None:
+            whose = "" if client is None else " of a client"
             raise ValueError(
-                f"algorithm={algorithm.name} has no {which}: its models are point "
-                "estimates"
+                f"algorithm={algorithm.name} has no posterior{whose}: its models are "
+                "point estimates"
             )
         server = state.server
         if client is None:
@@ -274,12 +309,8 @@ class BaseFederation:
                     "cluster: give client"
                 )
             return posterior(server)
-        whole = isinstance(client, numbers.Integral)
-        if not whole or not 0 <= client < self.clients:
-            raise ValueError(
-                f"client={client!r} must be a client's id, 0 to {self.clients - 1}"
-            )
-        return posterior(server, self._personal_model(state, int(client)))
+        client = checks.index("client", client, self.clients)
+        return posterior(server, self._personal_model(state, client))
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes what clients keep on disk permanent, together with what `save` writes.
@@ -299,6 +330,51 @@ class BaseFederation:
                 f"key={key!r} must be a typed key: jax.random.key(seed), or several, "
                 "one a run"
             )
+        generator = str(jax.random.key_impl(key))
+        if generator != GENERATOR:
+            raise ValueError(
+                f"key is of the generator {generator!r}, with which results would "
+                "depend on chunk_size and devices: give "
+                f"jax.random.key(seed, impl={GENERATOR!r})"
+            )
+
+    def _clients_in_state(self) -> Any:
+        """The shapes of what `State.clients` holds of each client."""
+        return self.messages.client
+
+    def _check_state(self, state: Any) -> None:
+        """Raises `ValueError` unless `state` is one of this federation's, still there.
+
+        Without it the mistake shows deep inside a traced function.
+        """
+        if not isinstance(state, State):
+            raise ValueError(
+                f"state={type(state).__name__} must be a fedvi.State, what init(key) "
+                "and rounds return"
+            )
+        leaves = jax.tree.leaves(state)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise ValueError(
+                "state was given to round, rounds or run before, which reuse its "
+                "memory: go on with the state that they returned"
+            )
+        self._check_key(state.key)
+        lead = state.key.shape
+
+        def stacked(tree, *axes):
+            return jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct((*lead, *axes, *s.shape), s.dtype), tree
+            )
+
+        expected = State(
+            stacked(self.messages.server),
+            stacked(self._clients_in_state(), self.clients),
+            stacked(jax.ShapeDtypeStruct((), jnp.int32)),
+            state.key,
+        )
+        found = jax.eval_shape(lambda state: state, state)
+        if problem := contract_checks.difference(expected, found):
+            raise ValueError(f"state is none of this federation's: {problem}")
 
     @staticmethod
     def _check_run(rounds: int, eval_every: int) -> None:
@@ -390,8 +466,10 @@ class Federation(BaseFederation):
         codec: Codec = IDENTITY,
         runs_at_once: int = 1,
     ):
+        for name, data in (("train", train), ("test", test)):
+            checks.client_data(name, data)
         checks.same_clients(train.size.shape[0], test.size.shape[0])
-        checks.at_least("runs_at_once", runs_at_once, 1)
+        checks.whole("runs_at_once", runs_at_once)
         super().__init__(
             algorithm,
             np.asarray(train.size),
@@ -403,6 +481,8 @@ class Federation(BaseFederation):
             eval_batch_size=eval_batch_size,
             codec=codec,
         )
+        for name, data in (("train", train), ("test", test)):
+            contract_checks.check_labels(name, data, self.messages.classes)
         self.runs_at_once = runs_at_once
         self._split = mesh is not None and MODEL_AXIS in mesh.shape
         if self._split and has_flats(self.messages):
@@ -433,6 +513,7 @@ class Federation(BaseFederation):
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
         checks.whole("n", n)
+        self._check_state(state)
         return self._program("rounds", state, self.train, n=n)
 
     def run(
@@ -456,7 +537,8 @@ class Federation(BaseFederation):
           ValueError: numbers below 1, or rounds that are no multiple of `eval_every`.
         """
         self._check_run(rounds, eval_every)
-        return self._program(
+        self._check_state(state)
+        state, metrics, scores = self._program(
             "run",
             state,
             self.train,
@@ -465,13 +547,21 @@ class Federation(BaseFederation):
             eval_every=eval_every,
             personal=personal,
         )
+        name = "evaluate_personal" if personal else "evaluate"
+        return state, metrics, self._evaluated(name, scores)
 
     def _tested(self) -> Any:
         return self.test
 
     def _evaluate(self, name: str, state: State, *data_sets: ClientData) -> Any:
+        self._check_state(state)
+        for i, data in enumerate(data_sets):
+            if data is not self.test:
+                checks.client_data(f"data_sets[{i}]", data)
+                checks.same_clients(self.clients, len(data.size), f"data_sets[{i}]")
         data_sets = self._on_devices(data_sets)
-        return self._program(name, state, self.train, *data_sets)
+        results = self._program(name, state, self.train, *data_sets)
+        return self._evaluated(name, results)
 
     def _personal_model(self, state: State, client: int):
         client = self._on_devices(jnp.int32(client))
@@ -500,7 +590,7 @@ class Federation(BaseFederation):
         Args:
           runs: how many; None: of a single one.
         """
-        key = jax.eval_shape(jax.random.key, 0)
+        key = jax.eval_shape(root_key, 0)
         key = jax.ShapeDtypeStruct(() if runs is None else (runs,), key.dtype)
         shapes = jax.eval_shape(self._over_runs(self.pure_init), key)
         if self.mesh is None:

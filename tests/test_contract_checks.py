@@ -70,15 +70,15 @@ def test_slips_are_named(task, train, test):
         (broken(good, client_update=no_output), "must return a fedvi.ClientOutput"),
         (
             broken(personal, client_update=forgets_client),
-            "client_update changes the structure of ClientOutput.client",
+            "client_update changes ClientOutput.client: it lacks",
         ),
         (
             broken(good, server_update=half),
-            r"server_update changes the server's state at .*float32.*bfloat16",
+            r"server_update changes the server's state: at .*float32.*bfloat16",
         ),
         (
             broken(good, server_update=other_state),
-            "server_update changes the structure of the server's state: it ",
+            "server_update changes the server's state: it ",
         ),
         (
             broken(good, global_predictive=no_samples),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedvi import checks
 from fedvi.data import covertype, readers, tfds_reader
 
 __all__ = ["KNOWN_CLASSES", "Dataset", "load", "validate"]
@@ -186,13 +187,7 @@ def validate(dataset: Dataset) -> None:
 
 
 def _check_labels(key: str, y: np.ndarray, dataset: Dataset) -> None:
-    bad = (y < 0) | (y >= dataset.classes)
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise ValueError(
-            f"{key}[{i}] = {y[i]} is outside 0..{dataset.classes - 1}, the labels of "
-            f"the {dataset.classes} classes of {dataset.name!r}: correct the label"
-        )
+    checks.labels(key, y, dataset.classes, repr(dataset.name))
 
 
 def _check_finite(key: str, x: np.ndarray) -> None:
