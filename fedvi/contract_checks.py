@@ -52,6 +52,8 @@ _OPTIONAL = {
     "posterior": ("server",),
     "personal_posterior": ("server", "personal"),
 }
+# What the rows that a run writes have beside a client's metrics.
+_COLUMNS = ("round", "seed", "split", "seconds", "bytes_up", "clipped", "adjusted_rand")
 _MEASURE = {
     "report": ("key", "server", "client", "data"),
     "score": ("server", "reports", "counts"),
@@ -315,6 +317,11 @@ def _check_scalars(output: ClientOutput | None) -> None:
             "scalars"
         )
     for name, value in dict(output.metrics).items():
+        if name in _COLUMNS:
+            raise ValueError(
+                f"ClientOutput.metrics has {name!r}, the name of a column that a run "
+                "writes itself: give the metric another name"
+            )
         scalars[f"metrics[{name!r}]"] = value
     for name, value in scalars.items():
         dtype = getattr(value, "dtype", None)

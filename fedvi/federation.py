@@ -1,9 +1,10 @@
 """The federated round: the only place that knows that there are many clients."""
 
+import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,6 +80,17 @@ PREDICTIVES = {
     "uncertainty_personal": "personal_predictive",
 }
 """Whose predictions an evaluation is of."""
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """JAX's defaults for types, in which algorithms are written and compiled.
+
+    A user who works in float64, or has JAX refuse to promote types, gets the same
+    states and figures as one who does not.
+    """
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 class BaseFederation:
@@ -260,6 +272,7 @@ class BaseFederation:
             )
         return self._evaluate("clusters", state)
 
+    @own_settings()
     def finite(self, state: State) -> jax.Array:
         """Whether the server's state is finite: [] bool, of several runs `[runs]`."""
         self._check_state(state)
@@ -453,6 +466,7 @@ class Federation(BaseFederation):
         for other numbers of clients or examples.
     """
 
+    @own_settings()
     def __init__(
         self,
         algorithm: Algorithm,
@@ -553,6 +567,7 @@ class Federation(BaseFederation):
     def _tested(self) -> Any:
         return self.test
 
+    @own_settings()
     def _evaluate(self, name: str, state: State, *data_sets: ClientData) -> Any:
         self._check_state(state)
         for i, data in enumerate(data_sets):
@@ -563,12 +578,14 @@ class Federation(BaseFederation):
         results = self._program(name, state, self.train, *data_sets)
         return self._evaluated(name, results)
 
+    @own_settings()
     def _personal_model(self, state: State, client: int):
         client = self._on_devices(jnp.int32(client))
         return self._program("personal_model", state, self.train, client)
 
     # Ahead of time.
 
+    @own_settings()
     def compile(self, name: str, state: State, **static) -> jax.stages.Compiled:
         """Compiles what a call of that name runs.
 
@@ -584,6 +601,7 @@ class Federation(BaseFederation):
             (name, several), jitted, state, self.train, *data, **static
         )
 
+    @own_settings()
     def shapes(self, runs: int | None = None) -> State:
         """Shapes, types and places of a state; nothing is compiled.
 
@@ -659,6 +677,7 @@ class Federation(BaseFederation):
 
     # Programs over one run or several.
 
+    @own_settings()
     def _program(self, name: str, first: Any, *data, **static) -> Any:
         """Calls `pure_{name}` over the runs of `first`, a state or keys."""
         several = getattr(first, "key", first).ndim > 0

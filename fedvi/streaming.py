@@ -24,6 +24,7 @@ from fedvi.federation import (
     BaseFederation,
     RoundMetrics,
     State,
+    own_settings,
     take,
 )
 from fedvi.keys import Purpose, derive, root_key
@@ -75,6 +76,7 @@ class StreamedFederation(BaseFederation):
         algorithm.
     """
 
+    @own_settings()
     def __init__(
         self,
         algorithm: Algorithm,
@@ -257,6 +259,7 @@ class StreamedFederation(BaseFederation):
             self._kept[run] = _Kept(store)
         return self._kept[run]
 
+    @own_settings()
     def _each_run(self, state: State, function: Callable) -> Any:
         """`function(kept, state)` of every run, stacked."""
         if state.key.ndim == 0:

@@ -124,10 +124,16 @@ def from_flax(
     empty = {"mask": None} if masked else {}
     example = jnp.zeros((1, *input_shape), jnp.float32)
 
-    with nn.intercept_methods(partial(_refuse_dropout, name)):
+    dropout = []
+    with nn.intercept_methods(partial(_note_dropout, dropout)):
         logits, variables = jax.eval_shape(
             lambda key: module.init_with_output(key, preprocess(example), **empty),
             root_key(0),
+        )
+    if dropout:
+        raise ValueError(
+            f"module={name} has Dropout, which would never be active, not even in "
+            "training: leave it out"
         )
     _check(name, heads, logits, variables)
     _check_draws_nothing(
@@ -268,14 +274,10 @@ def _as_float(x: jax.Array) -> jax.Array:
 
 def _check_module(module: Any) -> None:
     if isinstance(module, nn.Module):
-        parameters = inspect.signature(module.__call__).parameters.values()
-        for one in parameters:
+        _, *others = inspect.signature(type(module).__call__).parameters.values()
+        for one in others[1:]:
             optional = one.default is not one.empty or one.kind in _ANY_NUMBER
-            if (
-                one is not next(iter(parameters))
-                and one.name != "mask"
-                and not optional
-            ):
+            if one.name != "mask" and not optional:
                 raise ValueError(
                     f"module={type(module).__name__} takes {one.name!r}, which it is "
                     "not called with: only x, and mask if it has one; give the others "
