@@ -23,6 +23,7 @@ __all__ = [
     "open_unit",
     "positive",
     "same_clients",
+    "share",
     "sizes",
     "whole",
 ]
@@ -37,6 +38,11 @@ def one_of(name: str, value, choices) -> None:
 def at_least(name: str, value, least) -> None:
     """Raises `ValueError` unless `value >= least` (NaN fails)."""
     _require(name, value, lambda v: v >= least, f"be at least {least}")
+
+
+def share(name: str, value) -> None:
+    """Raises `ValueError` unless `0 <= value <= 1` (NaN fails)."""
+    _require(name, value, lambda v: 0 <= v <= 1, "lie in [0, 1]")
 
 
 def finite(name: str, value) -> None:

@@ -286,8 +286,12 @@ def _check_functions(algorithm: Algorithm) -> None:
     for name, (function, arguments) in found.items():
         _check_function(name, function, arguments)
     cohort = algorithm.cohort
-    if cohort is not None and cohort != "all":
+    if isinstance(cohort, str) and cohort != "all":
+        raise ValueError(f"cohort={cohort!r} must be a whole number, 'all' or None")
+    if cohort not in (None, "all"):
         checks.whole("cohort", cohort)
+    if not isinstance(algorithm.name, str):
+        raise ValueError(f"name={algorithm.name!r} must be text")
 
 
 def _check_function(name: str, function: Any, arguments: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "layerwise",
     "minimise",
     "num_steps",
+    "unless_zero",
 ]
 
 
@@ -91,10 +92,15 @@ class LocalTraining(NamedTuple):
         self.check()
         rate = self.learning_rate_at(round_index)
         if self.optimizer == "sgd":
-            return optax.sgd(rate, self.momentum or None)
+            return optax.sgd(rate, unless_zero(self.momentum))
         if callable(self.optimizer):
             return self.optimizer(rate)
         return OPTIMIZERS[self.optimizer](rate)
+
+
+def unless_zero(momentum):
+    """optax's argument: None, which keeps no velocity, for a momentum known to be 0."""
+    return momentum if isinstance(momentum, jax.core.Tracer) or momentum else None
 
 
 def layerwise(

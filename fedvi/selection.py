@@ -201,8 +201,7 @@ def proportional(
     checks.at_least("temperature", temperature, 0)
     if not isinstance(measure, str):
         raise ValueError(f"measure={measure!r} must be a name in Algorithm.importance")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor={floor!r} must lie in [0, 1]")
+    checks.share("floor", floor)
     allowed = np.isin(np.arange(clients), ids)
 
     def select(key, round_index, scores, counts):

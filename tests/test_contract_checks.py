@@ -201,6 +201,8 @@ def test_what_is_called_must_be_a_function_of_what_it_is_called_with(task, train
         ),
         ({"cohort": 0}, "cohort=0 must be a whole number, at least 1"),
         ({"cohort": 2.5}, "cohort=2.5 must be a whole number"),
+        ({"cohort": "any"}, "cohort='any' must be a whole number, 'all' or None"),
+        ({"name": None}, "name=None must be text"),
         ({"init": lambda key: None}, "init returns None: it must return the server's"),
     ):
         with pytest.raises(ValueError, match=message):
