@@ -127,6 +127,7 @@ def check(
         data,
     )
     _check_scalars(output)
+    output = output._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
     _same("client_update", "ClientOutput.client", client, output.client)
     _check_codec(codec, output.upload)
     summands = None
@@ -231,7 +232,8 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
 
     Raises:
       ValueError: the algorithm needs a cohort of another size, or does not have the
-        measure of importance that the selection goes by.
+        measure of importance that the selection goes by; a selection of a user's own
+        that does not pick as many ids as it says.
     """
     if selection.measure is not None and selection.measure not in algorithm.importance:
         known = ", ".join(algorithm.importance) or "none"
@@ -239,6 +241,7 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
             f"selection by measure={selection.measure!r}: {algorithm.name} has "
             f"{known}; use uniform or round_robin, or one of those"
         )
+    _check_ids(selection)
     everyone = selection.candidates
     wanted = algorithm.cohort
     if wanted == "all":
@@ -247,6 +250,22 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
         raise ValueError(
             f"selection of {selection.size} clients a round does not suit "
             f"{algorithm.name}, which takes {wanted}: select participants={wanted}"
+        )
+
+
+def _check_ids(selection: Selection) -> None:
+    """`select` returns (ids [size], how they were chosen)."""
+    told = None, None
+    if selection.measure is not None:
+        scores = jax.ShapeDtypeStruct((selection.clients,), jnp.float32)
+        told = scores, jax.ShapeDtypeStruct((selection.clients,), bool)
+    found = _shapes("select", selection.select, root_key(0), jnp.int32(0), *told)
+    ids = found[0] if isinstance(found, tuple) and len(found) == 2 else None
+    shape, dtype = getattr(ids, "shape", None), getattr(ids, "dtype", None)
+    if shape != (selection.size,) or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"selection.select must return (ids int32[{selection.size}], Choice or "
+            f"()), but its ids are {dtype}{list(shape or ())}"
         )
 
 
@@ -426,9 +445,7 @@ def _one_client(data):
 
 
 def _as_output(output: Any) -> ClientOutput | None:
-    if not isinstance(output, ClientOutput):
-        return None
-    return output._replace(weight=jnp.asarray(output.weight, jnp.float32))
+    return output if isinstance(output, ClientOutput) else None
 
 
 def _aggregate(population, output, summands):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import distrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -321,9 +322,10 @@ class BaseFederation:
                     f"algorithm={algorithm.name} has several global posteriors, one a "
                     "cluster: give client"
                 )
-            return posterior(server)
+            return _distribution("posterior", posterior(server))
         client = checks.index("client", client, self.clients)
-        return posterior(server, self._personal_model(state, client))
+        personal = self._personal_model(state, client)
+        return _distribution("personal_posterior", posterior(server, personal))
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes what clients keep on disk permanent, together with what `save` writes.
@@ -788,6 +790,15 @@ class Federation(BaseFederation):
 
         everyone = jnp.arange(self.clients)
         return self._visits(score, call, everyone, state.clients, *data_sets)[1]
+
+
+def _distribution(function: str, found: Any) -> Any:
+    if not isinstance(found, distrax.Distribution):
+        raise ValueError(
+            f"{function} returns {type(found).__name__}: it must return a "
+            "distrax.Distribution over the model's parameter tree"
+        )
+    return found
 
 
 def take(tree, index):

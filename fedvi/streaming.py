@@ -375,7 +375,8 @@ class StreamedFederation(BaseFederation):
     ) -> Any:
         self._check_state(state)
         ids = np.arange(self.clients) if ids is None else np.asarray(ids)
-        if not ids.size or ids.min() < 0 or ids.max() >= self.clients:
+        whole = np.issubdtype(ids.dtype, np.integer)
+        if not whole or not ids.size or ids.min() < 0 or ids.max() >= self.clients:
             raise ValueError(f"ids must be ids of clients, 0 to {self.clients - 1}")
         jitted = self._jit(name, partial(self._score_block, _VISITS[name]))
 

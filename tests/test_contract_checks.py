@@ -9,7 +9,7 @@ from fedvi import contract_checks
 from fedvi.algorithm import ClientOutput, Importance
 from fedvi.algorithms import fedavg, local_only
 from fedvi.federation import Federation
-from fedvi.selection import full, proportional, round_robin, uniform
+from fedvi.selection import Selection, full, proportional, round_robin, uniform
 
 
 def broken(algorithm, **functions):
@@ -219,6 +219,7 @@ def test_what_a_client_returns_beside_its_upload_is_one_number_each(task, train,
         return broken(good, client_update=client_update)
 
     for fields, message in (
+        ({"weight": None}, "ClientOutput.weight is None: it must be one number"),
         ({"weight": jnp.ones(3)}, r"ClientOutput.weight is float32\[3\]: it must be"),
         ({"metrics": {"loss": jnp.ones(2)}}, r"metrics\['loss'\] is float32\[2\]"),
         ({"metrics": {"a": {"b": 1.0}}}, r"metrics\['a'\] is .*: it must be one"),
@@ -279,3 +280,18 @@ def test_numbers_of_python_are_numbers(task, train, test):
         lambda state: federation.pure_rounds(state, federation.train, 1), shapes
     )
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_a_selection_of_ones_own_picks_as_many_as_it_says(task):
+    def picking(found):
+        return Selection(7, 2, lambda key, round_index, scores, counts: found)
+
+    plain = fedavg(task)
+    contract_checks.check_selection(plain, picking((jnp.array([1, 2]), ())))
+    for found, message in (
+        ((jnp.array([1, 2, 3]), ()), r"ids int32\[2\], .* ids are int32\[3\]"),
+        ((jnp.array([1.0, 2.0]), ()), r"its ids are float32\[2\]"),
+        (jnp.array([1, 2]), "selection.select must return"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract_checks.check_selection(plain, picking(found))

@@ -868,3 +868,37 @@ def test_every_batch_of_every_client_has_its_own_key(train, test):
     # Two batches of five in two data sets of seven clients: nothing twice.
     values = np.stack([one.entropy for one in both])
     assert values.shape == (2, 7, 10) and len(np.unique(values)) == 2 * 7 * 10
+
+
+def test_a_posterior_is_a_distribution(train, test):
+    wrong = mean_of_data()._replace(
+        posterior=lambda server: server, personal_posterior=lambda server, own: own
+    )
+    federation = Federation(wrong, train, test)
+    state = federation.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="posterior returns ArrayImpl: it must return"):
+        federation.posterior(state)
+    with pytest.raises(ValueError, match="personal_posterior returns ArrayImpl"):
+        federation.posterior(state, jnp.int32(3))
+    for client in (True, 2.0, "a"):
+        with pytest.raises(ValueError, match=f"client={client!r} must be an id, 0 to"):
+            federation.posterior(state, client)
+
+
+def test_float64_and_strict_types_change_nothing(train, test, task):  # C24
+    federation = Federation(fedavg(task), train, test)
+
+    def run(federation):
+        state, metrics = federation.rounds(federation.init(jax.random.key(0)), 2)
+        assert federation.finite(state)
+        scores = federation.evaluate(state), federation.evaluate_personal(state)
+        return state.server, metrics, scores
+
+    expected = run(federation)
+    wide = train._replace(
+        x=train.x.astype(np.float64), y=train.y.astype(np.int64), size=train.size
+    )
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = run(Federation(fedavg(task), wide, test))
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    chex.assert_trees_all_equal(found, expected)

@@ -297,6 +297,8 @@ def test_other_clients_and_missing_data_are_named(train, test):
     with pytest.raises(ValueError, match="test=None"):
         federation.evaluate(federation.init(jax.random.key(0)))
     federation = StreamedFederation(counting(), *sources)
+    with pytest.raises(ValueError, match="0 to 6"):
+        federation.evaluate(federation.init(jax.random.key(0)), np.array([0.5]))
     for ids in ([], [-1], [7]):
         with pytest.raises(ValueError, match="0 to 6"):
             federation.evaluate(federation.init(jax.random.key(0)), np.array(ids, int))

@@ -156,3 +156,21 @@ def test_it_is_traced_and_told(name, options, selection, loaded, tmp_path):
     experiment = setup.experiment(config, loaded=loaded)
     federation = setup.federation(experiment, RunOptions(str(tmp_path)), None)
     drawn(tmp_path, experiment, federation)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_float64_and_strict_types_change_no_state(name, loaded, tmp_path):  # C24
+    config = dataclasses.replace(CONFIG, algorithm=name)
+
+    def shapes():
+        experiment = setup.experiment(config, loaded=loaded)
+        federation = setup.federation(experiment, RunOptions(str(tmp_path)), None)
+        return federation.messages, federation.shapes()
+
+    expected = shapes()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = shapes()
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected))):
+        assert getattr(one, "shape", one) == getattr(other, "shape", other)
+        assert getattr(one, "dtype", 0) == getattr(other, "dtype", 0)

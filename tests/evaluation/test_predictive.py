@@ -6,6 +6,7 @@ import numpy as np
 from scipy.special import log_softmax
 
 from fedvi import evaluation
+from fedvi.evaluation.predictive import unnormalised
 
 predictive_log_probs = jax.jit(evaluation.predictive_log_probs)
 
