@@ -110,59 +110,22 @@ def check(
         )
     checks.one_of("reduce", algorithm.reduce, ("sum", "stack"))
     _check_functions(algorithm)
-    key, round_index = root_key(0), jnp.int32(0)
+    key = root_key(0)
     data = _one_client(train)
     server = _shapes("init", algorithm.init, key)
     if server is None:
         raise ValueError("init returns None: it must return the server's state")
     down = _shapes("broadcast", algorithm.broadcast, server)
     client = _shapes("init_client", algorithm.init_client, key, server)
-    output = _shapes(
-        "client_update",
-        lambda *args: _as_output(algorithm.client_update(*args)),
-        key,
-        round_index,
-        down,
-        client,
-        data,
+    output, summands = _check_update(
+        algorithm, population, codec, server, down, client, data
     )
-    _check_scalars(output)
-    output = output._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
-    _same("client_update", "ClientOutput.client", client, output.client)
-    _check_codec(codec, output.upload)
-    summands = None
-    if algorithm.reduce == "sum":
-        summands = _shapes("statistics", algorithm.statistics, down, output.upload)
-        _check_summands(algorithm, output.upload, summands)
-    after = _shapes(
-        "server_update",
-        lambda server, *sent: algorithm.server_update(
-            key, round_index, server, _aggregate(population, *sent)
-        ),
-        server,
-        output,
-        summands,
-    )
-    _same("server_update", "the server's state", server, after)
     reports = {}
     for name, measure in algorithm.importance.items():
         asked = f"importance[{name!r}].report"
         reports[name] = _shapes(asked, measure.report, key, down, client, data)
         _check_score(name, measure, server, reports[name])
-    own_server = server
-    if algorithm.assign is not None:
-        found = _shapes("assign", algorithm.assign, key, server, client, data)
-        own_server = _check_assign(found)
-    examples = _one_client(test)
-    batch = (examples.x, jnp.ones(examples.y.shape, bool))
-    personal = _shapes("personalise", algorithm.personalise, key, server, client, data)
-    predictions = {
-        name: _shapes(name, getattr(algorithm, name), *arguments, *batch)
-        for name, arguments in (
-            ("global_predictive", (key, own_server)),
-            ("personal_predictive", (key, server, personal)),
-        )
-    }
+    classes = _check_predictions(algorithm, server, client, data, _one_client(test))
     return Messages(
         server,
         client,
@@ -171,7 +134,7 @@ def check(
         summands,
         reports,
         dict(output.metrics),
-        _classes(predictions, examples.y.shape[0]),
+        classes,
     )
 
 
@@ -281,6 +244,60 @@ def _noting(name: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"raised while the contract of {name} was checked")
         raise
+
+
+def _check_update(
+    algorithm: Algorithm, population: int, codec: Codec, server, down, client, data
+) -> tuple[ClientOutput, Any]:
+    """A client's update and the server's after it: (what is sent, its summands)."""
+    key, round_index = root_key(0), jnp.int32(0)
+    output = _shapes(
+        "client_update",
+        lambda *args: _as_output(algorithm.client_update(*args)),
+        key,
+        round_index,
+        down,
+        client,
+        data,
+    )
+    _check_scalars(output)
+    output = output._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
+    _same("client_update", "ClientOutput.client", client, output.client)
+    _check_codec(codec, output.upload)
+    summands = None
+    if algorithm.reduce == "sum":
+        summands = _shapes("statistics", algorithm.statistics, down, output.upload)
+        _check_summands(algorithm, output.upload, summands)
+    after = _shapes(
+        "server_update",
+        lambda server, *sent: algorithm.server_update(
+            key, round_index, server, _aggregate(population, *sent)
+        ),
+        server,
+        output,
+        summands,
+    )
+    _same("server_update", "the server's state", server, after)
+    return output, summands
+
+
+def _check_predictions(algorithm: Algorithm, server, client, data, examples) -> int:
+    """What both models predict with and for which examples: the number of classes."""
+    key = root_key(0)
+    own_server = server
+    if algorithm.assign is not None:
+        found = _shapes("assign", algorithm.assign, key, server, client, data)
+        own_server = _check_assign(found)
+    batch = (examples.x, jnp.ones(examples.y.shape, bool))
+    personal = _shapes("personalise", algorithm.personalise, key, server, client, data)
+    predictions = {
+        name: _shapes(name, getattr(algorithm, name), *arguments, *batch)
+        for name, arguments in (
+            ("global_predictive", (key, own_server)),
+            ("personal_predictive", (key, server, personal)),
+        )
+    }
+    return _classes(predictions, examples.y.shape[0])
 
 
 def _check_functions(algorithm: Algorithm) -> None:

@@ -124,21 +124,7 @@ def from_flax(
     empty = {"mask": None} if masked else {}
     example = jnp.zeros((1, *input_shape), jnp.float32)
 
-    dropout = []
-    with nn.intercept_methods(partial(_note_dropout, dropout)):
-        logits, variables = jax.eval_shape(
-            lambda key: module.init_with_output(key, preprocess(example), **empty),
-            root_key(0),
-        )
-    if dropout:
-        raise ValueError(
-            f"module={name} has Dropout, which would never be active, not even in "
-            "training: leave it out"
-        )
-    _check(name, heads, logits, variables)
-    _check_draws_nothing(
-        name, lambda v: module.apply(v, preprocess(example), **empty), variables
-    )
+    logits = _look_at(name, module, heads, lambda: preprocess(example), empty)
 
     # Eager initialisers would compile one by one; XLA drops the forward pass.
     @jax.jit
@@ -301,21 +287,41 @@ def _check_module(module: Any) -> None:
     )
 
 
-def _note_dropout(found: list[Any], call: Callable, arguments, keywords, context):
-    """A `flax.linen` interceptor: finds dropout, switched off by a flag or not."""
-    if isinstance(context.module, nn.Dropout) and context.module.rate > 0:
-        found.append(context.module)
-    return call(*arguments, **keywords)
-
-
-def _check_draws_nothing(name: str, apply: Callable, variables: Any) -> None:
+def _look_at(
+    name: str,
+    module: nn.Module,
+    heads: tuple[str, ...],
+    example: Callable[[], jax.Array],
+    options: dict[str, Any],
+) -> Any:
+    """The shape of a module's logits; all else about it is checked."""
+    dropout = []
+    with nn.intercept_methods(partial(_note_dropout, dropout)):
+        logits, variables = jax.eval_shape(
+            lambda key: module.init_with_output(key, example(), **options),
+            root_key(0),
+        )
+    if dropout:
+        raise ValueError(
+            f"module={name} has Dropout, which would never be active, not even in "
+            "training: leave it out"
+        )
+    _check(name, heads, logits, variables)
     try:
-        jax.eval_shape(apply, variables)
+        jax.eval_shape(lambda v: module.apply(v, example(), **options), variables)
     except errors.InvalidRngError:
         raise ValueError(
             f"module={name} draws random numbers (make_rng), for which it gets no key: "
             "leave them out"
         ) from None
+    return logits
+
+
+def _note_dropout(found: list[Any], call: Callable, arguments, keywords, context):
+    """A `flax.linen` interceptor: finds dropout, switched off by a flag or not."""
+    if isinstance(context.module, nn.Dropout) and context.module.rate > 0:
+        found.append(context.module)
+    return call(*arguments, **keywords)
 
 
 def _check(name: str, heads: tuple[str, ...], logits: Any, variables: Any) -> None:
