@@ -387,7 +387,9 @@ class BaseFederation:
             stacked(jax.ShapeDtypeStruct((), jnp.int32)),
             state.key,
         )
-        found = jax.eval_shape(lambda state: state, state)
+        found = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), state
+        )
         if problem := contract_checks.difference(expected, found):
             raise ValueError(f"state is none of this federation's: {problem}")
 
