@@ -219,7 +219,8 @@ class Algorithm(NamedTuple):
         it. None: the method has point estimates only.
       personal_posterior: `(server, personal) -> distrax.Distribution`, a client's.
       population: `(clients, samples)` of the task that it was built for, which a
-        builder (`fedvi.algorithms.builder`) notes: a federation of others refuses it.
+        builder (`fedvi.algorithms.builder`) notes, and `point_estimate`: a federation
+        of others refuses it.
         None: it does not depend on them.
     """
 

@@ -465,9 +465,12 @@ class Federation(BaseFederation):
     Raises:
       ValueError: a selection for another number of clients, of a cohort that the
         algorithm does not take or by a measure that it does not have; train and test
-        of different numbers of clients, no training example at all, a size below 1,
-        an algorithm that breaks the contract (`fedvi.contract_checks`) or was built
-        for other numbers of clients or examples.
+        of different numbers of clients, no training example at all, data whose arrays
+        do not fit each other, a label of a real example outside the model's classes, a
+        size below 1, an algorithm that breaks the contract (`fedvi.contract_checks`)
+        or was built for other numbers of clients or examples. Every call: a state of
+        another federation, or one that a round used up. The first evaluation of each
+        kind: predictions that are no log-probabilities.
     """
 
     @own_settings()
@@ -523,6 +526,9 @@ class Federation(BaseFederation):
 
         Args:
           key: typed PRNG key; `[runs]` of them for as many runs.
+
+        Raises:
+          ValueError: no typed key, or one of another generator than Threefry.
         """
         self._check_key(key)
         key = self._on_devices(key) if self.mesh is not None else key
