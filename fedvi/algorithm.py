@@ -13,6 +13,7 @@ import numpy as np
 
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
+from fedvi.selection import full
 
 __all__ = [
     "Aggregate",
@@ -63,9 +64,24 @@ class Task(NamedTuple):
           training: in a round; None: the defaults of `LocalTraining`, FedBABU's.
           finetuning: of personalisation; None: FedBABU's five epochs, rate 1e-3.
           candidates: ids of the clients that may take part; None: all.
+
+        Raises:
+          ValueError: no model, no clients' data, or candidates that are not different
+            ids of clients.
         """
+        if not isinstance(model, Model):
+            raise ValueError(
+                f"model={model!r} must be a fedvi.nn.Model, of fedvi.nn.build or "
+                "fedvi.nn.from_flax"
+            )
+        if not hasattr(getattr(train, "size", None), "shape"):
+            raise ValueError(
+                f"train={type(train).__name__} must be a fedvi.ClientData of all "
+                "clients, or a ClientSource"
+            )
         sizes = np.asarray(train.size)
-        sizes = sizes if candidates is None else sizes[np.asarray(candidates)]
+        if candidates is not None:
+            sizes = sizes[full(len(sizes), candidates).candidates]
         clients, samples = int((sizes > 0).sum()), int(sizes.sum())
         training = training or LocalTraining()
         finetuning = finetuning or LocalTraining(epochs=5, learning_rate=1e-3)
@@ -203,7 +219,8 @@ class Algorithm(NamedTuple):
         it. None: the method has point estimates only.
       personal_posterior: `(server, personal) -> distrax.Distribution`, a client's.
       population: `(clients, samples)` of the task that it was built for, which a
-        builder (`fedvi.algorithms.builder`) notes: a federation of others refuses it.
+        builder (`fedvi.algorithms.builder`) notes, and `point_estimate`: a federation
+        of others refuses it.
         None: it does not depend on them.
     """
 

@@ -4,24 +4,60 @@ A user's slip in one function would otherwise show as an error deep inside a sca
 """
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedvi import checks
 from fedvi.algorithm import (
     Aggregate,
     Algorithm,
     ClientOutput,
+    Importance,
     StackedAggregate,
     upload_itself,
 )
 from fedvi.codecs import IDENTITY, Codec
+from fedvi.keys import root_key
 from fedvi.selection import Selection
 
-__all__ = ["Messages", "check", "check_population", "check_selection"]
+__all__ = [
+    "Messages",
+    "check",
+    "check_labels",
+    "check_normalised",
+    "check_population",
+    "check_selection",
+    "difference",
+]
+
+# What every function is called with, by position.
+_FUNCTIONS = {
+    "init": ("key",),
+    "init_client": ("key", "server"),
+    "broadcast": ("server",),
+    "client_update": ("key", "round_index", "server", "client", "data"),
+    "statistics": ("server", "upload"),
+    "server_update": ("key", "round_index", "server", "aggregate"),
+    "global_predictive": ("key", "server", "x", "mask"),
+    "personalise": ("key", "server", "client", "data"),
+    "personal_predictive": ("key", "server", "personal", "x", "mask"),
+}
+_OPTIONAL = {
+    "assign": ("key", "server", "client", "data"),
+    "posterior": ("server",),
+    "personal_posterior": ("server", "personal"),
+}
+# What the rows that a run writes have beside a client's metrics.
+_COLUMNS = ("round", "seed", "split", "seconds", "bytes_up", "clipped", "adjusted_rand")
+_MEASURE = {
+    "report": ("key", "server", "client", "data"),
+    "score": ("server", "reports", "counts"),
+}
 
 
 class Messages(NamedTuple):
@@ -34,6 +70,8 @@ class Messages(NamedTuple):
       upload: of a client, before a codec; beside it goes its weight, [] float32.
       summands: `statistics` of an upload; None with `reduce="stack"`.
       reports: by name of the measure of importance, a client's; no codec.
+      metrics: of a client's update, by name, [] each.
+      classes: number of classes that the algorithm predicts.
     """
 
     server: Any
@@ -42,6 +80,8 @@ class Messages(NamedTuple):
     upload: Any
     summands: Any
     reports: dict[str, Any]
+    metrics: dict[str, Any]
+    classes: int
 
 
 def check(
@@ -69,61 +109,69 @@ def check(
             "builder returns one"
         )
     checks.one_of("reduce", algorithm.reduce, ("sum", "stack"))
-    key, round_index = jax.random.key(0), jnp.int32(0)
+    _check_functions(algorithm)
+    key = root_key(0)
     data = _one_client(train)
     server = _shapes("init", algorithm.init, key)
+    if server is None:
+        raise ValueError("init returns None: it must return the server's state")
     down = _shapes("broadcast", algorithm.broadcast, server)
     client = _shapes("init_client", algorithm.init_client, key, server)
-    output = _shapes(
-        "client_update",
-        lambda *args: _as_output(algorithm.client_update(*args)),
-        key,
-        round_index,
-        down,
-        client,
-        data,
+    output, summands = _check_update(
+        algorithm, population, codec, server, down, client, data
     )
-    if output is None:
-        raise ValueError("client_update must return a fedvi.ClientOutput")
-    _same("client_update", "ClientOutput.client", client, output.client)
-    _check_codec(codec, output.upload)
-    summands = None
-    if algorithm.reduce == "sum":
-        summands = _shapes("statistics", algorithm.statistics, down, output.upload)
-        _check_summands(algorithm, output.upload, summands)
-    after = _shapes(
-        "server_update",
-        lambda server, *sent: algorithm.server_update(
-            key, round_index, server, _aggregate(population, *sent)
-        ),
-        server,
-        output,
-        summands,
-    )
-    _same("server_update", "the server's state", server, after)
     reports = {}
     for name, measure in algorithm.importance.items():
         asked = f"importance[{name!r}].report"
         reports[name] = _shapes(asked, measure.report, key, down, client, data)
         _check_score(name, measure, server, reports[name])
-    own_server = server
-    if algorithm.assign is not None:
-        found = _shapes("assign", algorithm.assign, key, server, client, data)
-        own_server = _check_assign(found)
-    examples = _one_client(test)
-    batch = (examples.x, jnp.ones(examples.y.shape, bool))
-    personal = _shapes("personalise", algorithm.personalise, key, server, client, data)
-    for name, arguments in (
-        ("global_predictive", (key, own_server, *batch)),
-        ("personal_predictive", (key, server, personal, *batch)),
-    ):
-        shape = jnp.shape(_shapes(name, getattr(algorithm, name), *arguments))
-        if len(shape) != 3 or shape[1] != examples.y.shape[0]:
-            raise ValueError(
-                f"{name} returns shape {shape} for {examples.y.shape[0]} examples: "
-                "return log-probabilities [samples, batch, classes]"
-            )
-    return Messages(server, client, down, output.upload, summands, reports)
+    classes = _check_predictions(algorithm, server, client, data, _one_client(test))
+    return Messages(
+        server,
+        client,
+        down,
+        output.upload,
+        summands,
+        reports,
+        dict(output.metrics),
+        classes,
+    )
+
+
+def check_labels(name: str, data, classes: int) -> None:
+    """Checks that every real example's label is one of the classes of the model.
+
+    Args:
+      name: of the data.
+      data: stacked `ClientData` `[clients, ...]`, numpy or jax.
+      classes: that the algorithm predicts.
+
+    Raises:
+      ValueError: names the first bad label's place and value.
+    """
+    y, sizes = np.asarray(data.y), np.asarray(data.size)
+    real = np.arange(y.shape[1]) < sizes[:, None]
+    whose = "the model, by what global_predictive returns"
+    checks.labels(f"{name}.y", y, classes, whose, real)
+
+
+def check_normalised(predictive: str, results: Any) -> None:
+    """Checks that an evaluation was of log-probabilities.
+
+    Args:
+      predictive: the function that they come from.
+      results: `Scores`, or a tuple of `Uncertainty`, with any leading axes.
+
+    Raises:
+      ValueError: for some real examples they do not sum to 1 over the classes.
+    """
+    results = [results] if hasattr(results, "unnormalised") else results
+    off = sum(float(np.sum(one.unnormalised)) for one in results)
+    if off:
+        raise ValueError(
+            f"{predictive} returns no log-probabilities: those of {off:.0f} examples "
+            "do not sum to 1 over the classes; end it with jax.nn.log_softmax(logits)"
+        )
 
 
 def check_population(algorithm: Algorithm, clients: int, samples: int) -> None:
@@ -147,7 +195,8 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
 
     Raises:
       ValueError: the algorithm needs a cohort of another size, or does not have the
-        measure of importance that the selection goes by.
+        measure of importance that the selection goes by; a selection of a user's own
+        that does not pick as many ids as it says.
     """
     if selection.measure is not None and selection.measure not in algorithm.importance:
         known = ", ".join(algorithm.importance) or "none"
@@ -155,6 +204,7 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
             f"selection by measure={selection.measure!r}: {algorithm.name} has "
             f"{known}; use uniform or round_robin, or one of those"
         )
+    _check_ids(selection)
     everyone = selection.candidates
     wanted = algorithm.cohort
     if wanted == "all":
@@ -163,6 +213,22 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
         raise ValueError(
             f"selection of {selection.size} clients a round does not suit "
             f"{algorithm.name}, which takes {wanted}: select participants={wanted}"
+        )
+
+
+def _check_ids(selection: Selection) -> None:
+    """`select` returns (ids [size], how they were chosen)."""
+    told = None, None
+    if selection.measure is not None:
+        scores = jax.ShapeDtypeStruct((selection.clients,), jnp.float32)
+        told = scores, jax.ShapeDtypeStruct((selection.clients,), bool)
+    found = _shapes("select", selection.select, root_key(0), jnp.int32(0), *told)
+    ids = found[0] if isinstance(found, tuple) and len(found) == 2 else None
+    shape, dtype = getattr(ids, "shape", None), getattr(ids, "dtype", None)
+    if shape != (selection.size,) or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"selection.select must return (ids int32[{selection.size}], Choice or "
+            f"()), but its ids are {dtype}{list(shape or ())}"
         )
 
 
@@ -180,11 +246,158 @@ def _noting(name: str) -> Iterator[None]:
         raise
 
 
+def _check_update(
+    algorithm: Algorithm, population: int, codec: Codec, server, down, client, data
+) -> tuple[ClientOutput, Any]:
+    """A client's update and the server's after it: (what is sent, its summands)."""
+    key, round_index = root_key(0), jnp.int32(0)
+    output = _shapes(
+        "client_update",
+        lambda *args: _as_output(algorithm.client_update(*args)),
+        key,
+        round_index,
+        down,
+        client,
+        data,
+    )
+    _check_scalars(output)
+    output = output._replace(weight=jax.ShapeDtypeStruct((), jnp.float32))
+    _same("client_update", "ClientOutput.client", client, output.client)
+    _check_codec(codec, output.upload)
+    summands = None
+    if algorithm.reduce == "sum":
+        summands = _shapes("statistics", algorithm.statistics, down, output.upload)
+        _check_summands(algorithm, output.upload, summands)
+    after = _shapes(
+        "server_update",
+        lambda server, *sent: algorithm.server_update(
+            key, round_index, server, _aggregate(population, *sent)
+        ),
+        server,
+        output,
+        summands,
+    )
+    _same("server_update", "the server's state", server, after)
+    return output, summands
+
+
+def _check_predictions(algorithm: Algorithm, server, client, data, examples) -> int:
+    """What both models predict with and for which examples: the number of classes."""
+    key = root_key(0)
+    own_server = server
+    if algorithm.assign is not None:
+        found = _shapes("assign", algorithm.assign, key, server, client, data)
+        own_server = _check_assign(found)
+    batch = (examples.x, jnp.ones(examples.y.shape, bool))
+    personal = _shapes("personalise", algorithm.personalise, key, server, client, data)
+    predictions = {
+        name: _shapes(name, getattr(algorithm, name), *arguments, *batch)
+        for name, arguments in (
+            ("global_predictive", (key, own_server)),
+            ("personal_predictive", (key, server, personal)),
+        )
+    }
+    return _classes(predictions, examples.y.shape[0])
+
+
+def _check_functions(algorithm: Algorithm) -> None:
+    """Every field that is called is a function of what it is called with."""
+    if not isinstance(algorithm.importance, Mapping):
+        raise ValueError(
+            f"importance={algorithm.importance!r} must be a dict of fedvi.Importance "
+            "by name"
+        )
+    found = {name: (getattr(algorithm, name), a) for name, a in _FUNCTIONS.items()}
+    for name, arguments in _OPTIONAL.items():
+        if getattr(algorithm, name) is not None:
+            found[name] = getattr(algorithm, name), arguments
+    for name, measure in algorithm.importance.items():
+        place = f"importance[{name!r}]"
+        if not isinstance(measure, Importance):
+            raise ValueError(
+                f"{place}={measure!r} must be a fedvi.Importance(report, score)"
+            )
+        for part, arguments in _MEASURE.items():
+            found[f"{place}.{part}"] = getattr(measure, part), arguments
+    for name, (function, arguments) in found.items():
+        _check_function(name, function, arguments)
+    cohort = algorithm.cohort
+    if isinstance(cohort, str) and cohort != "all":
+        raise ValueError(f"cohort={cohort!r} must be a whole number, 'all' or None")
+    if cohort not in (None, "all"):
+        checks.whole("cohort", cohort)
+    if not isinstance(algorithm.name, str):
+        raise ValueError(f"name={algorithm.name!r} must be text")
+
+
+def _check_function(name: str, function: Any, arguments: Sequence[str]) -> None:
+    called = f"({', '.join(arguments)})"
+    if not callable(function):
+        raise ValueError(f"{name}={function!r} must be a function of {called}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of what is compiled tells none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} takes {signature}, but it is called with {called}: {error}"
+        ) from None
+
+
+def _check_scalars(output: ClientOutput | None) -> None:
+    """Weight and metrics of what `client_update` returned."""
+    if output is None:
+        raise ValueError("client_update must return a fedvi.ClientOutput")
+    scalars = {"weight": output.weight}
+    if not isinstance(output.metrics, Mapping) and output.metrics != ():
+        raise ValueError(
+            f"ClientOutput.metrics={type(output.metrics).__name__} must be a dict of "
+            "scalars"
+        )
+    for name, value in dict(output.metrics).items():
+        if name in _COLUMNS:
+            raise ValueError(
+                f"ClientOutput.metrics has {name!r}, the name of a column that a run "
+                "writes itself: give the metric another name"
+            )
+        scalars[f"metrics[{name!r}]"] = value
+    for name, value in scalars.items():
+        dtype = getattr(value, "dtype", None)
+        kinds = (jnp.floating, jnp.integer, jnp.bool_)
+        number = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
+        if not number or value.shape:
+            what = f"{dtype}{list(value.shape)}" if number else value
+            raise ValueError(f"ClientOutput.{name} is {what}: it must be one number")
+
+
+def _classes(predictions: dict[str, Any], examples: int) -> int:
+    """The number of classes of both predictives, whose shapes are checked."""
+    classes = {}
+    for name, found in predictions.items():
+        shape, dtype = jnp.shape(found), getattr(found, "dtype", None)
+        if len(shape) != 3 or shape[1] != examples or not shape[0]:
+            raise ValueError(
+                f"{name} returns shape {shape} for {examples} examples: return "
+                "log-probabilities [samples, batch, classes]"
+            )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"{name} returns {dtype}: return log-probabilities, which are floats"
+            )
+        classes[name] = shape[2]
+    if len(set(classes.values())) > 1:
+        each = " and ".join(f"{name} {count}" for name, count in classes.items())
+        raise ValueError(f"{each} classes: both predict the same labels")
+    return classes["global_predictive"]
+
+
 def _check_codec(codec: Codec, upload) -> None:
     """What is encoded comes out with structure, shapes and types."""
     if not isinstance(codec, Codec):
         raise ValueError(f"codec={codec!r} must be a fedvi.codecs.Codec")
-    key = jax.random.key(0)
+    key = root_key(0)
     arrived = jax.eval_shape(lambda u: codec.decode(codec.encode(key, u)), upload)
     _same(f"codec {codec.name}", "an upload", upload, arrived)
 
@@ -216,7 +429,8 @@ def _check_score(name: str, measure, server, report) -> None:
         lambda r: jax.ShapeDtypeStruct((clients, *r.shape), r.dtype), report
     )
     counts = jax.ShapeDtypeStruct((clients,), bool)
-    scores = jax.eval_shape(measure.score, server, reports, counts)
+    asked = f"importance[{name!r}].score"
+    scores = _shapes(asked, measure.score, server, reports, counts)
     shape, dtype = jnp.shape(scores), getattr(scores, "dtype", None)
     if shape != (clients,) or dtype != jnp.float32:
         raise ValueError(
@@ -248,9 +462,7 @@ def _one_client(data):
 
 
 def _as_output(output: Any) -> ClientOutput | None:
-    if not isinstance(output, ClientOutput):
-        return None
-    return output._replace(weight=jnp.asarray(output.weight, jnp.float32))
+    return output if isinstance(output, ClientOutput) else None
 
 
 def _aggregate(population, output, summands):
@@ -271,6 +483,12 @@ def _paths(tree) -> set[str]:
 
 def _same(function: str, what: str, expected, found) -> None:
     """Structure, shapes and types of two pytrees of shapes must agree."""
+    if problem := difference(expected, found):
+        raise ValueError(f"{function} changes {what}: {problem}")
+
+
+def difference(expected, found) -> str | None:
+    """In which leaf two pytrees of shapes differ, in words; None: in none."""
     if jax.tree.structure(expected) != jax.tree.structure(found):
         wanted, given = _paths(expected), _paths(found)
         problems = [
@@ -278,10 +496,7 @@ def _same(function: str, what: str, expected, found) -> None:
             for verb, paths in (("lacks", wanted - given), ("adds", given - wanted))
             if paths
         ]
-        raise ValueError(
-            f"{function} changes the structure of {what}: it "
-            f"{' and '.join(problems) or 'has containers of other types'}"
-        )
+        return f"it {' and '.join(problems) or 'has containers of other types'}"
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(expected),
         jax.tree.leaves(found),
@@ -289,7 +504,8 @@ def _same(function: str, what: str, expected, found) -> None:
     )
     for (path, old), new in leaves:
         if old.shape != new.shape or old.dtype != new.dtype:
-            raise ValueError(
-                f"{function} changes {what} at {jax.tree_util.keystr(path)}: expected "
+            return (
+                f"at {jax.tree_util.keystr(path) or 'its root'} expected "
                 f"{old.dtype}{list(old.shape)}, got {new.dtype}{list(new.shape)}"
             )
+    return None

@@ -1,13 +1,14 @@
 """The federated round: the only place that knows that there are many clients."""
 
+import contextlib
 import copy
 import functools
-import numbers
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import distrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +16,12 @@ from jax.sharding import Mesh
 
 from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
-from fedvi.client_map import MODEL_AXIS, map_reduce
+from fedvi.client_map import AXIS, MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData, settled_clients
 from fedvi.evaluation import Scores, Uncertainty
 from fedvi.flat import has_flats
-from fedvi.keys import Purpose, derive, is_key
+from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
 from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
@@ -74,6 +75,24 @@ EVALUATIONS: dict[str, Callable] = {
 }
 """What each evaluation does with one client."""
 
+PREDICTIVES = {
+    "evaluate": "global_predictive",
+    "evaluate_personal": "personal_predictive",
+    "uncertainty_personal": "personal_predictive",
+}
+"""Whose predictions an evaluation is of."""
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """JAX's defaults for types, in which algorithms are written and compiled.
+
+    A user who works in float64, or has JAX refuse to promote types, gets the same
+    states and figures as one who does not.
+    """
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        yield
+
 
 class BaseFederation:
     """What federations of clients in memory and on disk share: checks, compiled
@@ -108,14 +127,28 @@ class BaseFederation:
         codec: Codec,
     ):
         if chunk_size is not None:
-            checks.at_least("chunk_size", chunk_size, 1)
-        checks.at_least("eval_batch_size", eval_batch_size, 1)
+            checks.whole("chunk_size", chunk_size)
+        checks.whole("eval_batch_size", eval_batch_size)
+        if mesh is not None and AXIS not in getattr(mesh, "axis_names", ()):
+            raise ValueError(
+                f"mesh={mesh!r} must be one over clients: fedvi.clients_mesh(devices)"
+            )
+        if train.x.shape[2:] != test.x.shape[2:]:
+            raise ValueError(
+                f"test.x has examples of shape {test.x.shape[2:]} and train.x of "
+                f"{train.x.shape[2:]}: they must be the same"
+            )
         if train.x.dtype != test.x.dtype:
             raise ValueError(
                 f"train.x is {train.x.dtype} and test.x {test.x.dtype}, which a model "
                 "scales differently: give both in one type"
             )
         self.clients = len(sizes)
+        if selection is not None and not isinstance(selection, Selection):
+            raise ValueError(
+                f"selection={selection!r} must be a fedvi.selection.Selection, such as "
+                f"fedvi.selection.uniform({self.clients}, participants)"
+            )
         self.selection = selection or full(self.clients)
         if self.selection.clients != self.clients:
             raise ValueError(
@@ -144,6 +177,7 @@ class BaseFederation:
         self.compile_seconds = 0.0
         self._jits: dict[Any, Any] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._normalised: set[str] = set()  # the evaluations that are known to be
 
     def variant(self, **changes):
         """The same federation with other attributes, checked before: its clients in
@@ -173,6 +207,17 @@ class BaseFederation:
     def _call(self, name: Any, jitted: Callable, *arguments, **static) -> Any:
         self._compile(name, jitted, *arguments, **static)
         return jitted(*arguments, **static)
+
+    def _evaluated(self, name: str, results: Any) -> Any:
+        """What an evaluation gave, its first one's predictions checked.
+
+        Only the first: to look at them waits for them.
+        """
+        predictive = PREDICTIVES.get(name)
+        if predictive is not None and name not in self._normalised:
+            contract_checks.check_normalised(predictive, results)
+            self._normalised.add(name)
+        return results
 
     def _over_clients(self, function: Callable, operands, items, **options):
         return map_reduce(
@@ -233,8 +278,10 @@ class BaseFederation:
             )
         return self._evaluate("clusters", state)
 
+    @own_settings()
     def finite(self, state: State) -> jax.Array:
         """Whether the server's state is finite: [] bool, of several runs `[runs]`."""
+        self._check_state(state)
         several = state.key.ndim > 0
         jitted = self._jit(
             ("finite", several),
@@ -259,6 +306,7 @@ class BaseFederation:
             a state of several runs.
         """
         algorithm = self.algorithm
+        self._check_state(state)
         if state.key.ndim:
             raise ValueError(
                 f"state is that of {len(state.key)} runs: give one of them, such as "
@@ -267,9 +315,10 @@ class BaseFederation:
         which = "posterior" if client is None else "personal_posterior"
         posterior = getattr(algorithm, which)
         if posterior is None:
+            whose = "" if client is None else " of a client"
             raise ValueError(
-                f"algorithm={algorithm.name} has no {which}: its models are point "
-                "estimates"
+                f"algorithm={algorithm.name} has no posterior{whose}: its models are "
+                "point estimates"
             )
         server = state.server
         if client is None:
@@ -278,13 +327,10 @@ class BaseFederation:
                     f"algorithm={algorithm.name} has several global posteriors, one a "
                     "cluster: give client"
                 )
-            return posterior(server)
-        whole = isinstance(client, numbers.Integral)
-        if not whole or not 0 <= client < self.clients:
-            raise ValueError(
-                f"client={client!r} must be a client's id, 0 to {self.clients - 1}"
-            )
-        return posterior(server, self._personal_model(state, int(client)))
+            return _distribution("posterior", posterior(server))
+        client = checks.index("client", client, self.clients)
+        personal = self._personal_model(state, client)
+        return _distribution("personal_posterior", posterior(server, personal))
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes what clients keep on disk permanent, together with what `save` writes.
@@ -304,6 +350,53 @@ class BaseFederation:
                 f"key={key!r} must be a typed key: jax.random.key(seed), or several, "
                 "one a run"
             )
+        generator = str(jax.random.key_impl(key))
+        if generator != GENERATOR:
+            raise ValueError(
+                f"key is of the generator {generator!r}, with which results would "
+                "depend on chunk_size and devices: give "
+                f"jax.random.key(seed, impl={GENERATOR!r})"
+            )
+
+    def _clients_in_state(self) -> Any:
+        """The shapes of what `State.clients` holds of each client."""
+        return self.messages.client
+
+    def _check_state(self, state: Any) -> None:
+        """Raises `ValueError` unless `state` is one of this federation's, still there.
+
+        Without it the mistake shows deep inside a traced function.
+        """
+        if not isinstance(state, State):
+            raise ValueError(
+                f"state={type(state).__name__} must be a fedvi.State, what init(key) "
+                "and rounds return"
+            )
+        leaves = jax.tree.leaves(state)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise ValueError(
+                "state was given to round, rounds or run before, which reuse its "
+                "memory: go on with the state that they returned"
+            )
+        self._check_key(state.key)
+        lead = state.key.shape
+
+        def stacked(tree, *axes):
+            return jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct((*lead, *axes, *s.shape), s.dtype), tree
+            )
+
+        expected = State(
+            stacked(self.messages.server),
+            stacked(self._clients_in_state(), self.clients),
+            stacked(jax.ShapeDtypeStruct((), jnp.int32)),
+            state.key,
+        )
+        found = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), state
+        )
+        if problem := contract_checks.difference(expected, found):
+            raise ValueError(f"state is none of this federation's: {problem}")
 
     @staticmethod
     def _check_run(rounds: int, eval_every: int) -> None:
@@ -377,11 +470,15 @@ class Federation(BaseFederation):
     Raises:
       ValueError: a selection for another number of clients, of a cohort that the
         algorithm does not take or by a measure that it does not have; train and test
-        of different numbers of clients, no training example at all, a size below 1,
-        an algorithm that breaks the contract (`fedvi.contract_checks`) or was built
-        for other numbers of clients or examples.
+        of different numbers of clients, no training example at all, data whose arrays
+        do not fit each other, a label of a real example outside the model's classes, a
+        size below 1, an algorithm that breaks the contract (`fedvi.contract_checks`)
+        or was built for other numbers of clients or examples. Every call: a state of
+        another federation, or one that a round used up. The first evaluation of each
+        kind: predictions that are no log-probabilities.
     """
 
+    @own_settings()
     def __init__(
         self,
         algorithm: Algorithm,
@@ -396,8 +493,10 @@ class Federation(BaseFederation):
         runs_at_once: int = 1,
     ):
         train, test = settled_clients(train), settled_clients(test)
+        for name, data in (("train", train), ("test", test)):
+            checks.client_data(name, data)
         checks.same_clients(train.size.shape[0], test.size.shape[0])
-        checks.at_least("runs_at_once", runs_at_once, 1)
+        checks.whole("runs_at_once", runs_at_once)
         super().__init__(
             algorithm,
             np.asarray(train.size),
@@ -409,6 +508,8 @@ class Federation(BaseFederation):
             eval_batch_size=eval_batch_size,
             codec=codec,
         )
+        for name, data in (("train", train), ("test", test)):
+            contract_checks.check_labels(name, data, self.messages.classes)
         self.runs_at_once = runs_at_once
         self._split = mesh is not None and MODEL_AXIS in mesh.shape
         if self._split and has_flats(self.messages):
@@ -431,6 +532,9 @@ class Federation(BaseFederation):
 
         Args:
           key: typed PRNG key; `[runs]` of them for as many runs.
+
+        Raises:
+          ValueError: no typed key, or one of another generator than Threefry.
         """
         self._check_key(key)
         key = self._on_devices(key) if self.mesh is not None else key
@@ -439,6 +543,7 @@ class Federation(BaseFederation):
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
         checks.whole("n", n)
+        self._check_state(state)
         return self._program("rounds", state, self.train, n=n)
 
     def run(
@@ -462,7 +567,8 @@ class Federation(BaseFederation):
           ValueError: numbers below 1, or rounds that are no multiple of `eval_every`.
         """
         self._check_run(rounds, eval_every)
-        return self._program(
+        self._check_state(state)
+        state, metrics, scores = self._program(
             "run",
             state,
             self.train,
@@ -471,20 +577,31 @@ class Federation(BaseFederation):
             eval_every=eval_every,
             personal=personal,
         )
+        name = "evaluate_personal" if personal else "evaluate"
+        return state, metrics, self._evaluated(name, scores)
 
     def _tested(self) -> Any:
         return self.test
 
+    @own_settings()
     def _evaluate(self, name: str, state: State, *data_sets: ClientData) -> Any:
+        self._check_state(state)
+        for i, data in enumerate(data_sets):
+            if data is not self.test:
+                checks.client_data(f"data_sets[{i}]", data)
+                checks.same_clients(self.clients, len(data.size), f"data_sets[{i}]")
         data_sets = self._on_devices(data_sets)
-        return self._program(name, state, self.train, *data_sets)
+        results = self._program(name, state, self.train, *data_sets)
+        return self._evaluated(name, results)
 
+    @own_settings()
     def _personal_model(self, state: State, client: int):
         client = self._on_devices(jnp.int32(client))
         return self._program("personal_model", state, self.train, client)
 
     # Ahead of time.
 
+    @own_settings()
     def compile(self, name: str, state: State, **static) -> jax.stages.Compiled:
         """Compiles what a call of that name runs.
 
@@ -500,13 +617,14 @@ class Federation(BaseFederation):
             (name, several), jitted, state, self.train, *data, **static
         )
 
+    @own_settings()
     def shapes(self, runs: int | None = None) -> State:
         """Shapes, types and places of a state; nothing is compiled.
 
         Args:
           runs: how many; None: of a single one.
         """
-        key = jax.eval_shape(jax.random.key, 0)
+        key = jax.eval_shape(root_key, 0)
         key = jax.ShapeDtypeStruct(() if runs is None else (runs,), key.dtype)
         shapes = jax.eval_shape(self._over_runs(self.pure_init), key)
         if self.mesh is None:
@@ -575,6 +693,7 @@ class Federation(BaseFederation):
 
     # Programs over one run or several.
 
+    @own_settings()
     def _program(self, name: str, first: Any, *data, **static) -> Any:
         """Calls `pure_{name}` over the runs of `first`, a state or keys."""
         several = getattr(first, "key", first).ndim > 0
@@ -685,6 +804,15 @@ class Federation(BaseFederation):
 
         everyone = jnp.arange(self.clients)
         return self._visits(score, call, everyone, state.clients, *data_sets)[1]
+
+
+def _distribution(function: str, found: Any) -> Any:
+    if not isinstance(found, distrax.Distribution):
+        raise ValueError(
+            f"{function} returns {type(found).__name__}: it must return a "
+            "distrax.Distribution over the model's parameter tree"
+        )
+    return found
 
 
 def take(tree, index):

@@ -2,7 +2,8 @@
 
 A key never depends on a client's place in the cohort, so results do not depend on
 the order of clients, the chunk size or the number of devices, and a resumed run
-draws the same numbers.
+draws the same numbers. That takes a generator whose numbers are the same in a `vmap`
+as alone: Threefry, whatever JAX's default is.
 """
 
 import enum
@@ -11,7 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Purpose", "derive", "is_key"]
+__all__ = ["GENERATOR", "Purpose", "derive", "is_key", "root_key"]
+
+GENERATOR = "threefry2x32"
+"""The generator of every run. XLA's own (`rbg`, `unsafe_rbg`) draws other numbers in a
+`vmap` than alone, so that results would depend on the chunk size."""
 
 
 class Purpose(enum.IntEnum):
@@ -30,7 +35,12 @@ class Purpose(enum.IntEnum):
     ENCODE = 10
 
 
-def derive(root, purpose: Purpose, round_index=0, client_id=0):
+def root_key(seed):
+    """The root key of a run, [] typed: Threefry's, whatever JAX's default is."""
+    return jax.random.key(seed, impl=GENERATOR)
+
+
+def derive(root, purpose: Purpose, round_index=0, client_id=0, *numbers):
     """Returns `fold_in(fold_in(fold_in(root, purpose), round_index), client_id)`.
 
     Args:
@@ -39,9 +49,13 @@ def derive(root, purpose: Purpose, round_index=0, client_id=0):
       round_index: round number, Python or traced integer.
       client_id: the client's number in the population (not its place in the
         cohort), Python or traced integer.
+      *numbers: folded in likewise, where one key a client is not enough: a data set
+        and a batch of it in an evaluation.
     """
     key = jax.random.fold_in(root, int(purpose))
-    return jax.random.fold_in(jax.random.fold_in(key, round_index), client_id)
+    for number in (round_index, client_id, *numbers):
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 def is_key(leaf: Any) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "layerwise",
     "minimise",
     "num_steps",
+    "unless_zero",
 ]
 
 
@@ -62,8 +63,8 @@ class LocalTraining(NamedTuple):
 
     def check(self) -> None:
         """Raises `ValueError` for a value outside its range."""
-        checks.at_least("epochs", self.epochs, 0)
-        checks.at_least("batch_size", self.batch_size, 1)
+        checks.whole("epochs", self.epochs, 0)
+        checks.whole("batch_size", self.batch_size)
         checks.fraction("momentum", self.momentum)
         if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
             raise ValueError(
@@ -71,7 +72,7 @@ class LocalTraining(NamedTuple):
                 "or a function of the learning rate, such as optax.adamw"
             )
         if self.steps is not None:
-            checks.at_least("steps", self.steps, 1)
+            checks.whole("steps", self.steps)
         if not callable(self.learning_rate):
             checks.positive("learning_rate", self.learning_rate)
 
@@ -91,10 +92,15 @@ class LocalTraining(NamedTuple):
         self.check()
         rate = self.learning_rate_at(round_index)
         if self.optimizer == "sgd":
-            return optax.sgd(rate, self.momentum or None)
+            return optax.sgd(rate, unless_zero(self.momentum))
         if callable(self.optimizer):
             return self.optimizer(rate)
         return OPTIMIZERS[self.optimizer](rate)
+
+
+def unless_zero(momentum):
+    """optax's argument: None, which keeps no velocity, for a momentum known to be 0."""
+    return momentum if isinstance(momentum, jax.core.Tracer) or momentum else None
 
 
 def layerwise(
@@ -212,6 +218,7 @@ def fold_minibatches(
       ValueError: a hyper-parameter outside its range.
     """
     training.check()
+    data = jax.tree.map(jnp.asarray, data)  # what `federate` makes is NumPy's
     capacity = data.x.shape[0]
     batch_size = min(training.batch_size, capacity)
     an_epoch = -(-data.size // batch_size)

@@ -73,6 +73,7 @@ def _ids(
     clients: int, candidates: Candidates, participants: int | None = None
 ) -> np.ndarray:
     """The candidates' ids in order, `[N]` int32; None participants are all of them."""
+    checks.whole("clients", clients)
     ids = np.arange(clients, dtype=np.int32)
     if candidates is not None:
         ids = np.unique(np.asarray(candidates, np.int32))
@@ -82,7 +83,8 @@ def _ids(
                 f"client ids from 0 to {clients - 1}"
             )
     number = len(ids) if participants is None else participants
-    if not isinstance(number, numbers.Integral) or not 1 <= number <= len(ids):
+    integral = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    if not integral or not 1 <= number <= len(ids):
         raise ValueError(
             f"participants={number} must be a whole number between 1 and the number "
             f"of clients ({len(ids)})"
@@ -199,8 +201,7 @@ def proportional(
     checks.at_least("temperature", temperature, 0)
     if not isinstance(measure, str):
         raise ValueError(f"measure={measure!r} must be a name in Algorithm.importance")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor={floor!r} must lie in [0, 1]")
+    checks.share("floor", floor)
     allowed = np.isin(np.arange(clients), ids)
 
     def select(key, round_index, scores, counts):

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedvi import checks, visit
+from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Algorithm
 from fedvi.client_map import AXIS, MODEL_AXIS
 from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
+from fedvi.data import ClientData
 from fedvi.data.client_files import ClientSource
 from fedvi.evaluation import Scores
 from fedvi.federation import (
@@ -23,9 +24,10 @@ from fedvi.federation import (
     BaseFederation,
     RoundMetrics,
     State,
+    own_settings,
     take,
 )
-from fedvi.keys import Purpose, derive
+from fedvi.keys import Purpose, derive, root_key
 from fedvi.placement import replicated
 from fedvi.selection import Selection
 from fedvi.visit import Call, Visit
@@ -74,6 +76,7 @@ class StreamedFederation(BaseFederation):
         algorithm.
     """
 
+    @own_settings()
     def __init__(
         self,
         algorithm: Algorithm,
@@ -94,7 +97,10 @@ class StreamedFederation(BaseFederation):
                     f"{name}={type(source).__name__} must be a ClientSource: "
                     "ClientFiles(folder), or ClientArrays(data) of arrays"
                 )
-        checks.at_least("block_size", block_size, 1)
+            if source is not None:
+                checks.client_data(f"{name}.shapes", source.shapes)
+                checks.sizes(f"{name}.size", source.size, source.shapes.y.shape[1])
+        checks.whole("block_size", block_size)
         if test is not None:
             checks.same_clients(len(train.size), len(test.size))
         if mesh is not None and MODEL_AXIS in mesh.shape:
@@ -164,6 +170,7 @@ class StreamedFederation(BaseFederation):
             this round.
         """
         checks.whole("n", n)
+        self._check_state(state)
 
         def run(kept: _Kept, state: State):
             metrics = []
@@ -208,6 +215,7 @@ class StreamedFederation(BaseFederation):
         whose server `save` writes, in one atomic step; killed at any moment, this one
         leaves what belongs to the state that was saved last.
         """
+        self._check_state(state)
         everyone = []
 
         def commit(kept: _Kept, state: State):
@@ -228,7 +236,7 @@ class StreamedFederation(BaseFederation):
     def shapes(self, runs: int | None = None) -> State:
         """Shapes and types of a state; nothing is compiled."""
         lead = () if runs is None else (runs,)
-        key = jax.ShapeDtypeStruct(lead, jax.eval_shape(jax.random.key, 0).dtype)
+        key = jax.ShapeDtypeStruct(lead, jax.eval_shape(root_key, 0).dtype)
         round_index = jax.ShapeDtypeStruct(lead, jnp.int32)
         server = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype),
@@ -238,6 +246,9 @@ class StreamedFederation(BaseFederation):
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._whole),
             State(server, (), round_index, key),
         )
+
+    def _clients_in_state(self) -> tuple[()]:
+        return ()  # they are in the store
 
     # One run.
 
@@ -250,6 +261,7 @@ class StreamedFederation(BaseFederation):
             self._kept[run] = _Kept(store)
         return self._kept[run]
 
+    @own_settings()
     def _each_run(self, state: State, function: Callable) -> Any:
         """`function(kept, state)` of every run, stacked."""
         if state.key.ndim == 0:
@@ -363,8 +375,10 @@ class StreamedFederation(BaseFederation):
         *sources: ClientSource,
         ids: np.ndarray | None = None,
     ) -> Any:
+        self._check_state(state)
         ids = np.arange(self.clients) if ids is None else np.asarray(ids)
-        if not ids.size or ids.min() < 0 or ids.max() >= self.clients:
+        whole = np.issubdtype(ids.dtype, np.integer)
+        if not whole or not ids.size or ids.min() < 0 or ids.max() >= self.clients:
             raise ValueError(f"ids must be ids of clients, 0 to {self.clients - 1}")
         jitted = self._jit(name, partial(self._score_block, _VISITS[name]))
 
@@ -378,7 +392,7 @@ class StreamedFederation(BaseFederation):
                 parts.append(jax.device_get(scores))
             return jax.tree.map(lambda leaf: leaf[: len(ids)], _join(parts))
 
-        return self._each_run(state, run)
+        return self._evaluated(name, self._each_run(state, run))
 
     def _score_block(self, one, state: State, first, *visits):
         def score(operands, item):
@@ -409,7 +423,7 @@ class StreamedFederation(BaseFederation):
         padded = np.resize(ids, number * size).reshape(number, size)
 
         def read(block):
-            return tuple(source.read(block) for source in sources)
+            return tuple(self._read(source, block) for source in sources)
 
         with ThreadPoolExecutor(1) as reader:
             ahead = reader.submit(read, padded[0])
@@ -418,6 +432,15 @@ class StreamedFederation(BaseFederation):
                 if i + 1 < number:
                     ahead = reader.submit(read, padded[i + 1])
                 yield block, min(size, len(ids) - i * size), *data
+
+    def _read(self, source: ClientSource, ids: np.ndarray) -> ClientData:
+        """Some clients' data; their labels are looked at as they come."""
+        data = source.read(ids)
+        for name in ("train", "test"):
+            if source is getattr(self, name):
+                where = f"{name}.read({ids[0]}..{ids[-1]})"
+                contract_checks.check_labels(where, data, self.messages.classes)
+        return data
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._spread)

@@ -97,13 +97,16 @@ def participate(
         visit.client,
         visit.train,
     )
+    output = jax.tree.map(jnp.asarray, output)  # what are Python's own numbers
     summed = algorithm.reduce == "sum"
     upload = output.upload
     if codec is not IDENTITY:
         key = derive(call.key, Purpose.ENCODE, call.round, visit.id)
         upload = codec.decode(codec.encode(key, upload))
-    arrived = algorithm.statistics(call.server, upload) if summed else upload
-    weight = jnp.asarray(output.weight, jnp.float32)
+    arrived = upload
+    if summed:
+        arrived = jax.tree.map(jnp.asarray, algorithm.statistics(call.server, upload))
+    weight = output.weight.astype(jnp.float32)
     empty = visit.train.size == 0
     finite = all_finite((arrived, output.client, weight))
     counts = ~empty & finite
@@ -131,6 +134,7 @@ def participate(
 def report(measure: Importance, call: Call, visit: Visit):
     """`((), (report, whether it is finite))`; zeros where it is not."""
     told = _ask(measure.report, Purpose.REPORT, call, visit)
+    told = jax.tree.map(jnp.asarray, told)
     finite = all_finite(told)
     return (), (jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), told), finite)
 
@@ -149,23 +153,25 @@ def score_global(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit
     server = call.server
     if algorithm.assign is not None:
         _, server = _ask(algorithm.assign, Purpose.ASSIGN, call, visit)
-    # The same draws of the global model for every client.
-    key = derive(call.key, Purpose.PREDICT_GLOBAL, call.round)
-    predict = partial(algorithm.global_predictive, key, server)
+    predict = _by_batch(
+        algorithm.global_predictive, Purpose.PREDICT_GLOBAL, call, visit, 0, server
+    )
     return score_in_batches(predict, visit.others[0], batch_size)
 
 
 def score_personal(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
     """`Scores` of the personalised model on the client's first other data set."""
-    predict = _personal_predictive(algorithm, call, visit)
+    [predict] = _personal_predictives(algorithm, call, visit, 1)
     return score_in_batches(predict, visit.others[0], batch_size)
 
 
 def uncertainty(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
     """A tuple of `Uncertainty` of the personalised model, one for each other data."""
-    predict = _personal_predictive(algorithm, call, visit)
+    others = visit.others
+    predictives = _personal_predictives(algorithm, call, visit, len(others))
     return tuple(
-        uncertainty_in_batches(predict, data, batch_size) for data in visit.others
+        uncertainty_in_batches(predict, data, batch_size)
+        for predict, data in zip(predictives, others)
     )
 
 
@@ -179,7 +185,34 @@ def personal_model(algorithm: Algorithm, batch_size: int, call: Call, visit: Vis
     return _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
 
 
-def _personal_predictive(algorithm: Algorithm, call: Call, visit: Visit) -> Callable:
-    personal = personal_model(algorithm, 0, call, visit)
-    key = derive(call.key, Purpose.PREDICT_PERSONAL, call.round, visit.id)
-    return partial(algorithm.personal_predictive, key, call.server, personal)
+def _personal_predictives(
+    algorithm: Algorithm, call: Call, visit: Visit, data_sets: int
+) -> list[Callable]:
+    """The client's own model as `_by_batch` makes it, for each of its data sets."""
+    model = call.server, personal_model(algorithm, 0, call, visit)
+    predictive, purpose = algorithm.personal_predictive, Purpose.PREDICT_PERSONAL
+    return [
+        _by_batch(predictive, purpose, call, visit, number, *model)
+        for number in range(data_sets)
+    ]
+
+
+def _by_batch(
+    predictive: Callable,
+    purpose: Purpose,
+    call: Call,
+    visit: Visit,
+    data_set: int,
+    *model: Any,
+) -> Callable:
+    """`(batch number, x, mask) -> log-probabilities`, each batch with its own key.
+
+    With one key for all, the examples at the same place of two batches would share
+    their noise where activations are drawn.
+    """
+
+    def predict(batch, x, mask):
+        key = derive(call.key, purpose, call.round, visit.id, data_set, batch)
+        return predictive(key, *model, x, mask)
+
+    return predict

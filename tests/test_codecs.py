@@ -282,7 +282,7 @@ def test_statistics_are_made_of_what_arrives(train, test):
 
 def test_a_codec_that_loses_its_shape_is_named(train, test, task):
     cut = codecs.INT8._replace(name="cut", decode=lambda payload: payload)
-    with pytest.raises(ValueError, match="codec cut changes the structure of an upl"):
+    with pytest.raises(ValueError, match="codec cut changes an upload: it "):
         Federation(fedavg(task), train, test, codec=cut)
     with pytest.raises(ValueError, match="codec='int8' must be a fedvi.codecs.Codec"):
         Federation(fedavg(task), train, test, codec="int8")

@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedvi import contract_checks
 from fedvi.algorithm import ClientOutput, Importance
 from fedvi.algorithms import fedavg, local_only
-from fedvi.selection import full, proportional, round_robin, uniform
+from fedvi.federation import Federation
+from fedvi.selection import Selection, full, proportional, round_robin, uniform
 
 
 def broken(algorithm, **functions):
@@ -70,15 +72,15 @@ def test_slips_are_named(task, train, test):
         (broken(good, client_update=no_output), "must return a fedvi.ClientOutput"),
         (
             broken(personal, client_update=forgets_client),
-            "client_update changes the structure of ClientOutput.client",
+            "client_update changes ClientOutput.client: it lacks",
         ),
         (
             broken(good, server_update=half),
-            r"server_update changes the server's state at .*float32.*bfloat16",
+            r"server_update changes the server's state: at .*float32.*bfloat16",
         ),
         (
             broken(good, server_update=other_state),
-            "server_update changes the structure of the server's state: it ",
+            "server_update changes the server's state: it ",
         ),
         (
             broken(good, global_predictive=no_samples),
@@ -175,3 +177,121 @@ def test_a_selection_must_suit_the_algorithm(task):
     ):
         with pytest.raises(ValueError, match=message):
             contract_checks.check_selection(algorithm, selection)
+
+
+def test_what_is_called_must_be_a_function_of_what_it_is_called_with(task, train, test):
+    good = fedavg(task)
+    bare = {"mine": lambda key, server, client, data: data.size}
+    for fields, message in (
+        ({"personalise": None}, r"personalise=None must be a function of \(key, serv"),
+        ({"client_update": 3}, "client_update=3 must be a function of"),
+        (
+            {"client_update": lambda key, server, data: None},
+            r"client_update takes \(key, server, data\), but it is called with "
+            r"\(key, round_index, server, client, data\): too many",
+        ),
+        ({"broadcast": lambda: None}, r"broadcast takes \(\), but it is called with"),
+        ({"posterior": "normal"}, "posterior='normal' must be a function of"),
+        ({"assign": lambda key: 0}, r"assign takes \(key\), but it is called with"),
+        ({"importance": None}, "importance=None must be a dict of fedvi.Importance"),
+        ({"importance": bare}, r"importance\['mine'\]=.* must be a fedvi.Importance"),
+        (
+            {"importance": importance(lambda server, reports: reports)},
+            r"importance\['mine'\].score takes \(server, reports\), but",
+        ),
+        ({"cohort": 0}, "cohort=0 must be a whole number, at least 1"),
+        ({"cohort": 2.5}, "cohort=2.5 must be a whole number"),
+        ({"cohort": "any"}, "cohort='any' must be a whole number, 'all' or None"),
+        ({"name": None}, "name=None must be text"),
+        ({"init": lambda key: None}, "init returns None: it must return the server's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract_checks.check(broken(good, **fields), train, test, 6)
+
+
+def test_what_a_client_returns_beside_its_upload_is_one_number_each(task, train, test):
+    good = fedavg(task)
+
+    def returning(**fields):
+        def client_update(*arguments):
+            return good.client_update(*arguments)._replace(**fields)
+
+        return broken(good, client_update=client_update)
+
+    for fields, message in (
+        ({"weight": None}, "ClientOutput.weight is None: it must be one number"),
+        ({"weight": jnp.ones(3)}, r"ClientOutput.weight is float32\[3\]: it must be"),
+        ({"metrics": {"loss": jnp.ones(2)}}, r"metrics\['loss'\] is float32\[2\]"),
+        ({"metrics": {"a": {"b": 1.0}}}, r"metrics\['a'\] is .*: it must be one"),
+        ({"metrics": [1.0]}, "ClientOutput.metrics=list must be a dict of scalars"),
+        ({"metrics": {"seed": 1.0}}, "metrics has 'seed', the name of a column"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract_checks.check(returning(**fields), train, test, 6)
+    for weight in (1, 1.0, np.float64(2), jnp.int32(1), True):
+        metrics = {"count": 3, "share": 0.5, "flag": jnp.bool_(True)}
+        found = contract_checks.check(
+            returning(weight=weight, metrics=metrics), train, test, 6
+        )
+        assert sorted(found.metrics) == ["count", "flag", "share"]
+
+
+def test_predictions_have_samples_examples_and_classes(task, train, test):
+    good = fedavg(task)
+
+    def predicting(change):
+        def predictive(*arguments):
+            return change(good.personal_predictive(*arguments))
+
+        return broken(good, personal_predictive=predictive)
+
+    for change, message in (
+        (lambda p: p[0], r"personal_predictive returns shape \(10, 3\) for 10"),
+        (lambda p: p[:0], r"personal_predictive returns shape \(0, 10, 3\)"),
+        (lambda p: p.argmax(-1, keepdims=True), "personal_predictive returns int32"),
+        (lambda p: p[..., :2], "global_predictive 3 and personal_predictive 2 classes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract_checks.check(predicting(change), train, test, 6)
+    assert contract_checks.check(good, train, test, 6).classes == 3
+
+
+def test_numbers_of_python_are_numbers(task, train, test):
+    """Statistics, reports and states of Python's own floats go through a round."""
+    algorithm = fedavg(task)._replace(
+        client_update=lambda key, round_index, server, client, data: ClientOutput(
+            {"a": 1.0}, 2, {"visits": client["visits"] + 1}, {"loss": 0.5}
+        ),
+        init_client=lambda key, server: {"visits": 0},
+        statistics=lambda server, upload: (1.0, upload["a"]),
+        server_update=lambda key, round_index, server, aggregate: server,
+        importance={
+            "mine": Importance(
+                lambda key, server, client, data: 1.0,
+                lambda server, reports, counts: reports,
+            )
+        },
+    )
+    federation = Federation(
+        algorithm, train, test, selection=proportional(7, 2, "mine")
+    )
+    shapes = federation.shapes()
+    state, _ = jax.eval_shape(
+        lambda state: federation.pure_rounds(state, federation.train, 1), shapes
+    )
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_a_selection_of_ones_own_picks_as_many_as_it_says(task):
+    def picking(found):
+        return Selection(7, 2, lambda key, round_index, scores, counts: found)
+
+    plain = fedavg(task)
+    contract_checks.check_selection(plain, picking((jnp.array([1, 2]), ())))
+    for found, message in (
+        ((jnp.array([1, 2, 3]), ()), r"ids int32\[2\], .* ids are int32\[3\]"),
+        ((jnp.array([1.0, 2.0]), ()), r"its ids are float32\[2\]"),
+        (jnp.array([1, 2]), "selection.select must return"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            contract_checks.check_selection(plain, picking(found))

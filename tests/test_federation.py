@@ -15,6 +15,7 @@ from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
 from fedvi.algorithms import fedavg
 from fedvi.client_map import clients_mesh
 from fedvi.federation import Federation, take
+from fedvi.keys import root_key
 from fedvi.selection import Selection, proportional, uniform
 
 TRACES = Counter()
@@ -303,11 +304,11 @@ def test_a_posterior_that_there_is_not_is_named(train, test):
     state = plain.init(jax.random.key(0))
     with pytest.raises(ValueError, match="mean_of_data has no posterior: its models"):
         plain.posterior(state)
-    with pytest.raises(ValueError, match="mean_of_data has no personal_posterior"):
+    with pytest.raises(ValueError, match="mean_of_data has no posterior of a client"):
         plain.posterior(state, 1)
     federation = Federation(with_posteriors(), train, test)
     for client in (7, -1, 1.5):
-        with pytest.raises(ValueError, match=f"client={client} must be .* 0 to 6"):
+        with pytest.raises(ValueError, match=f"client={client} must be an id, 0 to 6"):
             federation.posterior(state, client)
     keys = jax.random.split(jax.random.key(0), 2)
     with pytest.raises(ValueError, match="that of 2 runs"):
@@ -655,3 +656,249 @@ def test_a_run_of_odd_lengths_is_refused(train, test, rounds, eval_every, messag
     federation = Federation(mean_of_data(), train, test)
     with pytest.raises(ValueError, match=message):
         federation.run(federation.init(jax.random.key(0)), rounds, eval_every)
+
+
+def one(field, index, value):
+    """`ClientData` with one value of a field changed."""
+
+    def change(data):
+        changed = np.array(getattr(data, field))
+        changed[index] = value
+        return data._replace(**{field: changed})
+
+    return change
+
+
+BAD_DATA = {
+    "a label below 0": (one("y", (2, 7), -1), r"y\[2, 7\] = -1 is outside 0..2"),
+    "labels 1..3 of 3": (
+        lambda data: data._replace(y=data.y + 1),
+        r"y\[\d+, \d+\] = 3 is outside 0..2, the labels of the 3 classes of the model",
+    ),
+    "more than fit": (one("size", 1, 99), r"size\[1\]=99 must lie in 0..(20|10): a cl"),
+    "a negative size": (one("size", 6, -1), r"size\[6\]=-1 must lie in 0.."),
+    "y of fewer clients": (
+        lambda data: data._replace(y=data.y[:3]),
+        r"x has shape \(7, \d+, 6\), (train|test).y \(3, \d+\) and",
+    ),
+    "sizes of fewer": (lambda data: data._replace(size=data.size[:3]), r"size \(3,\)"),
+    "no capacity": (
+        lambda data: data._replace(x=data.x[:, :0], y=data.y[:, :0]),
+        r"y \(7, 0\)",
+    ),
+    "sizes that are floats": (
+        lambda data: data._replace(size=data.size * 1.0),
+        "size is float64: it must be integers",
+    ),
+    "labels that are names": (
+        lambda data: data._replace(y=data.y.astype(str)),
+        "y is <U.*: it must be numbers",
+    ),
+    "an array": (lambda data: data.x, "=.* must be a fedvi.ClientData of arrays"),
+    "a list": (lambda data: list(data), "=list must be a fedvi.ClientData of arrays"),
+    "other inputs": (
+        lambda data: data._replace(x=data.x[..., :5]),
+        r"of shape \((5|6),\) and train.x of \((5|6),\): they must be the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", ["train", "test"])
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_data_made_by_hand_are_checked_like_the_loaders(train, test, case, argument):
+    """C23."""
+    change, message = BAD_DATA[case]
+    data = {"train": train, "test": test}
+    data[argument] = change(data[argument])
+    with pytest.raises(ValueError, match=message) as found:
+        Federation(mean_of_data(), **data)
+    assert argument in str(found.value) and "\n" not in str(found.value)
+    if case != "labels that are names":  # JAX has no text
+        data = jax.tree.map(jnp.asarray, data)
+        with pytest.raises(ValueError, match=message.replace("float64", "float32")):
+            Federation(mean_of_data(), **data)
+
+
+def test_padding_may_hold_anything(train, test):  # C23
+    padding = np.arange(20) >= train.size[:, None]
+    odd = train._replace(
+        y=np.where(padding, -7, train.y),
+        x=np.where(padding[..., None], np.nan, train.x),
+    )
+    Federation(mean_of_data(), odd, test)
+
+
+def test_one_logit_is_no_classifier_of_two_classes(train, test, task):  # C23
+    binary = [data._replace(y=data.y % 2) for data in (train, test)]
+    model = nn.build("mlp", classes=1, input_shape=(6,), hidden=(5,))
+    with pytest.raises(ValueError, match=r"= 1 is outside 0..0, the labels of the 1 c"):
+        Federation(fedavg(task._replace(model=model)), *binary)
+    model = nn.build("binary_logistic", classes=2, input_shape=(6,))
+    Federation(fedavg(task._replace(model=model)), *binary)
+
+
+def test_a_model_for_other_inputs_is_named(train, test, task):
+    model = nn.build("mlp", classes=3, input_shape=(2, 4), hidden=(5,))
+    with pytest.raises(ValueError, match=r"shape \(6,\), and the model mlp was built "):
+        Federation(fedavg(task._replace(model=model)), train, test)
+
+
+def test_arguments_of_another_kind_are_named(train, test):
+    for options, message in (
+        ({"chunk_size": 2.5}, "chunk_size=2.5 must be a whole number, at least 1"),
+        ({"chunk_size": "a"}, "chunk_size='a' must be a whole number"),
+        ({"eval_batch_size": True}, "eval_batch_size=True must be a whole number"),
+        ({"runs_at_once": None}, "runs_at_once=None must be a whole number"),
+        ({"selection": "uniform"}, "selection='uniform' must be a fedvi.selection.Sel"),
+        ({"mesh": "x"}, "mesh='x' must be one over clients: fedvi.clients_mesh"),
+        ({"codec": "int8"}, "codec='int8' must be a fedvi.codecs.Codec"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Federation(mean_of_data(), train, test, **options)
+
+
+def test_a_state_of_another_federation_is_named(train, test, task):
+    federation = Federation(mean_of_data(), train, test)
+    state = federation.init(jax.random.key(0))
+    others = [jax.tree.map(lambda leaf: leaf[:5], data) for data in (train, test)]
+    five = Federation(mean_of_data(), *others).init(jax.random.key(0))
+    other = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype),
+        Federation(fedavg(task), train, test).shapes()._replace(key=()),
+    )
+    for given, message in (
+        (None, "state=NoneType must be a fedvi.State"),
+        (tuple(state), "state=tuple must be a fedvi.State"),
+        ((state, ()), "state=tuple must be a fedvi.State"),
+        (five, r"state is none of this federation's: at .clients\['id'\] expected int"),
+        (other._replace(key=state.key), "none of this federation's: it lacks"),
+        (state._replace(key=0), "key=0 must be a typed key"),
+        (state._replace(server=jnp.zeros(2)), r"at .server expected float32\[\], got"),
+    ):
+        for call in (
+            lambda s: federation.rounds(s, 1),
+            federation.round,
+            lambda s: federation.run(s, 1),
+            federation.evaluate,
+            federation.uncertainty_personal,
+            federation.finite,
+            federation.posterior,
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(given)
+
+
+def test_a_state_that_a_round_used_up_is_named(train, test):
+    federation = Federation(mean_of_data(), train, test)
+    state = federation.init(jax.random.key(0))
+    federation.round(state)
+    for call in (federation.round, federation.evaluate, federation.finite):
+        with pytest.raises(ValueError, match="state was given to round, .* go on with"):
+            call(state)
+
+
+def test_a_key_of_another_generator_is_refused(train, test):
+    """C20: with XLA's own generator results would depend on the chunk size."""
+    federation = Federation(mean_of_data(), train, test)
+    for generator in ("rbg", "unsafe_rbg"):
+        key = jax.random.key(0, impl=generator)
+        with pytest.raises(ValueError, match=f"generator '{generator}', with which re"):
+            federation.init(key)
+        with jax.default_prng_impl(generator):
+            with pytest.raises(ValueError, match="impl='threefry2x32'"):
+                federation.init(jax.random.key(0))
+            assert federation.shapes().key.dtype == root_key(0).dtype
+
+
+def predicting(change) -> Algorithm:
+    """Both models predict what `change` makes of log-probabilities."""
+    plain = mean_of_data()
+    functions = {
+        name: lambda *arguments, name=name: change(getattr(plain, name)(*arguments))
+        for name in ("global_predictive", "personal_predictive")
+    }
+    return plain._replace(**functions)
+
+
+@pytest.mark.parametrize("change", [jnp.exp, lambda p: p + 3.0], ids=["p", "logits"])
+def test_predictions_that_are_no_log_probabilities_are_refused(train, test, change):
+    federation = Federation(predicting(change), train, test, eval_batch_size=4)
+    state = federation.init(jax.random.key(0))
+    for call, function in (
+        (federation.evaluate, "global_predictive"),
+        (federation.evaluate_personal, "personal_predictive"),
+        (lambda s: federation.uncertainty_personal(s, test), "personal_predictive"),
+        (lambda s: federation.run(s, 1), "global_predictive"),
+    ):
+        message = f"{function} returns no log-probabilities: those of 70 examples do "
+        with pytest.raises(ValueError, match=message):
+            call(state)
+
+
+def test_rounded_and_diverged_predictions_are_not_blamed(train, test):
+    for change in (
+        lambda p: p.astype(jnp.bfloat16),
+        lambda p: jax.nn.log_softmax(p * jnp.inf),  # NaN, as of infinite logits
+        lambda p: jax.nn.log_softmax(p * 1e30),
+    ):
+        federation = Federation(predicting(change), train, test)
+        scores = federation.evaluate(federation.init(jax.random.key(0)))
+        assert not np.any(scores.unnormalised)
+
+
+def test_every_batch_of_every_client_has_its_own_key(train, test):
+    """And the same one in any chunks, and on any devices."""
+
+    def noise(key, server, *arguments):
+        x = arguments[-2]
+        return jax.nn.log_softmax(4 * jax.random.normal(key, (1, x.shape[0], 3)))
+
+    algorithm = mean_of_data()._replace(
+        global_predictive=noise, personal_predictive=noise
+    )
+    found = []
+    for options in ({}, {"chunk_size": 3, "mesh": clients_mesh(2)}):
+        federation = Federation(algorithm, train, test, eval_batch_size=5, **options)
+        state = federation.init(jax.random.key(0))
+        both = federation.uncertainty_personal(state, test, test)
+        found.append((federation.evaluate(state), both))
+    chex.assert_trees_all_close(*found, rtol=1e-6)
+    scores, both = found[0]
+    assert len(np.unique(scores.entropy)) == 7  # of the global model too
+    # Two batches of five in two data sets of seven clients: nothing twice.
+    values = np.stack([one.entropy for one in both])
+    assert values.shape == (2, 7, 10) and len(np.unique(values)) == 2 * 7 * 10
+
+
+def test_a_posterior_is_a_distribution(train, test):
+    wrong = mean_of_data()._replace(
+        posterior=lambda server: server, personal_posterior=lambda server, own: own
+    )
+    federation = Federation(wrong, train, test)
+    state = federation.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="posterior returns ArrayImpl: it must return"):
+        federation.posterior(state)
+    with pytest.raises(ValueError, match="personal_posterior returns ArrayImpl"):
+        federation.posterior(state, jnp.int32(3))
+    for client in (True, 2.0, "a"):
+        with pytest.raises(ValueError, match=f"client={client!r} must be an id, 0 to"):
+            federation.posterior(state, client)
+
+
+def test_float64_and_strict_types_change_nothing(train, test, task):  # C24
+    federation = Federation(fedavg(task), train, test)
+
+    def run(federation):
+        state, metrics = federation.rounds(federation.init(jax.random.key(0)), 2)
+        assert federation.finite(state)
+        scores = federation.evaluate(state), federation.evaluate_personal(state)
+        return state.server, metrics, scores
+
+    expected = run(federation)
+    wide = train._replace(
+        x=train.x.astype(np.float64), y=train.y.astype(np.int64), size=train.size
+    )
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = run(Federation(fedavg(task), wide, test))
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    chex.assert_trees_all_equal(found, expected)

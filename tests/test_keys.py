@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 
-from fedvi.keys import Purpose, derive
+from fedvi.keys import GENERATOR, Purpose, derive, root_key
 
 
 def test_keys_differ_by_purpose_round_and_client():
@@ -42,3 +42,23 @@ def test_numbers_of_purposes_never_change():
         "ENCODE",
     ]
     assert [int(purpose) for purpose in Purpose] == list(range(len(Purpose)))
+
+
+def test_the_generator_is_ours_whatever_the_default_is():  # C20
+    with jax.default_prng_impl("rbg"):
+        key = root_key(3)
+        assert str(jax.random.key_impl(key)) == GENERATOR == "threefry2x32"
+    np.testing.assert_array_equal(
+        jax.random.key_data(key),
+        jax.random.key_data(jax.random.key(3, impl="threefry2x32")),
+    )
+
+
+def test_further_numbers_make_further_keys():
+    root = root_key(0)
+    keys = [
+        derive(root, Purpose.PREDICT_GLOBAL, 1, 2, *numbers)
+        for numbers in ((), (0,), (1,), (0, 0), (0, 1), (1, 0))
+    ]
+    data = np.array([jax.random.key_data(key) for key in keys])
+    assert len(np.unique(data, axis=0)) == len(keys)

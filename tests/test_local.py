@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import chex
@@ -7,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from fedvi.algorithms import fedavg
 from fedvi.data import ClientData
 from fedvi.flat import Flat, flatten, trees
 from fedvi.local import (
@@ -325,3 +327,46 @@ def test_a_proximal_step_needs_sgd():
 def test_a_bad_optimizer_or_number_of_steps_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         LocalTraining(**{field: value}).check()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("epochs", 1.5),
+        ("epochs", True),
+        ("epochs", -1),
+        ("batch_size", "a"),
+        ("batch_size", 2.0),
+        ("steps", True),
+        ("steps", 1.5),
+        ("learning_rate", "a"),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("learning_rate", None),
+        ("momentum", "a"),
+        ("momentum", np.array([0.1, 0.2])),
+    ],
+)
+def test_values_of_another_kind_are_refused_in_one_line(field, value):
+    with pytest.raises(ValueError, match=f"^{field}=.* must ") as found:
+        LocalTraining(**{field: value}).check()
+    assert "\n" not in str(found.value)
+    assert (
+        jax.eval_shape(
+            lambda v: LocalTraining(learning_rate=v, momentum=v).check(), 0.5
+        )
+        is None
+    )
+
+
+def test_numbers_of_numpy_and_jax_are_numbers():
+    LocalTraining(np.int64(2), jnp.int32(8), np.float32(0.1), jnp.float32(0.5)).check()
+
+
+def test_a_client_may_be_trained_by_hand(task, train):
+    """NumPy's arrays, as `federate` makes them, outside of any `jit`."""
+    data = jax.tree.map(lambda leaf: leaf[2], train)
+    algorithm = fedavg(task)
+    server = algorithm.init(jax.random.key(0))
+    output = algorithm.client_update(jax.random.key(1), 0, server, (), data)
+    assert output.weight == 8 and 0 < output.metrics["loss"] < 9

@@ -298,6 +298,8 @@ def test_other_clients_and_missing_data_are_named(train, test):
     with pytest.raises(ValueError, match="test=None"):
         federation.evaluate(federation.init(jax.random.key(0)))
     federation = StreamedFederation(counting(), *sources)
+    with pytest.raises(ValueError, match="0 to 6"):
+        federation.evaluate(federation.init(jax.random.key(0)), np.array([0.5]))
     for ids in ([], [-1], [7]):
         with pytest.raises(ValueError, match="0 to 6"):
             federation.evaluate(federation.init(jax.random.key(0)), np.array(ids, int))
@@ -318,3 +320,38 @@ def test_of_two_federations_on_one_store_the_later_one_goes_on(tmp_path, train, 
     StreamedFederation(counting(), *sources, **options)
     with pytest.raises(ValueError, match="opened by a later store of this process"):
         first.rounds(state, 1)
+
+
+def test_data_in_files_are_checked_like_those_in_memory(train, test):
+    """C23: sizes at once, labels as they are read."""
+    sources = data.ClientArrays(train), data.ClientArrays(test)
+    large = data.ClientArrays(train._replace(size=train.size + 1))
+    with pytest.raises(ValueError, match=r"train.size\[0\]=21 must lie in 0..20"):
+        StreamedFederation(counting(), large, sources[1])
+    wrong = train.y.copy()
+    wrong[5, 3] = -1
+    wrong[6, 9] = 7  # padding of a client of five
+    bad = data.ClientArrays(train._replace(y=wrong))
+    stream = StreamedFederation(counting(), bad, sources[1], block_size=3)
+    message = r"train.read\(3..5\).y\[2, 3\] = -1 is outside 0..2"
+    with pytest.raises(ValueError, match=message):
+        stream.round(stream.init(jax.random.key(0)))
+
+
+def test_states_and_predictions_are_checked_too(train, test):
+    sources = data.ClientArrays(train), data.ClientArrays(test)
+    plain = counting()
+    algorithm = plain._replace(
+        personal_predictive=lambda *a: jnp.exp(plain.personal_predictive(*a))
+    )
+    stream = StreamedFederation(algorithm, *sources, block_size=3)
+    state = stream.init(jax.random.key(0))
+    for call in (
+        stream.evaluate_personal,
+        lambda state: stream.uncertainty_personal(state, sources[1]),
+    ):
+        with pytest.raises(ValueError, match="personal_predictive returns no log-pro"):
+            call(state)
+    for call in (stream.evaluate, stream.round, stream.commit):
+        with pytest.raises(ValueError, match="state=tuple must be a fedvi.State"):
+            call(tuple(state))

@@ -145,6 +145,7 @@ def point_estimate(
         "personal_predictive": personal_predictive,
     }
     functions = {**defaults, **functions}
+    functions.setdefault("population", (task.clients, task.samples))
     return Algorithm(name, init, client_update, server_update, **functions)
 
 

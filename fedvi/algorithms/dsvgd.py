@@ -145,7 +145,7 @@ def reported_scores(
         mask = jnp.broadcast_to(data.size > 0, (drawn,))
         return of_batch(data.x[slots], data.y[slots], mask, data.size)
 
-    def add(total, start, x, y, mask):
+    def add(total, number, start, x, y, mask):
         return total + of_batch(_only_real(x, mask), y, mask, mask.sum())
 
     if drawn is not None:

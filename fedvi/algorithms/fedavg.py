@@ -13,6 +13,7 @@ import optax
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import point_estimate, train_from
 from fedvi.algorithms.registry import builder
+from fedvi.local import unless_zero
 from fedvi.options import Options, option
 
 __all__ = ["FedAvg", "Server", "fedavg"]
@@ -40,7 +41,11 @@ class FedAvg(Options):
         1.0, "Of the server optimiser; sgd with 1 is averaging.", above=0, traced=True
     )
     server_momentum: float = option(
-        0.0, "Of the server optimiser; with sgd it is FedAvgM.", at_least=0, below=1
+        0.0,
+        "Of the server optimiser; with sgd it is FedAvgM.",
+        at_least=0,
+        below=1,
+        traced=True,
     )
 
 
@@ -84,4 +89,4 @@ def server_optimizer(options: FedAvg) -> optax.GradientTransformation:
         return optax.adam(rate, momentum, 0.99, 1e-3)
     if options.server_optimizer == "yogi":
         return optax.yogi(rate, momentum, 0.99, 1e-3)
-    return optax.sgd(rate, momentum or None)
+    return optax.sgd(rate, unless_zero(momentum))

@@ -3,9 +3,14 @@
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable
+from typing import Any
 
+from fedvi import checks
 from fedvi.algorithm import Algorithm, Task
+from fedvi.local import LocalTraining
+from fedvi.nn import Model
 from fedvi.options import Options, describe
 
 __all__ = ["ALGORITHMS", "build", "builder", "options_of", "register"]
@@ -36,6 +41,7 @@ def builder(options: type[Options] = Options) -> Callable:
                         f"{name}={value!r} is no option of {make.__name__}, which "
                         f"takes {', '.join(known) or 'none'}"
                     )
+            _check_task(make.__name__, task)
             algorithm = make(task, options(**given))
             if not isinstance(algorithm, Algorithm):
                 return algorithm  # which the federation refuses by name
@@ -62,15 +68,47 @@ def register(build: Callable[..., Algorithm], name: str | None = None) -> Callab
       name: default the builder's `__name__`.
 
     Raises:
-      ValueError: not a builder.
+      ValueError: not a builder, a name that no flag can give, or one of an algorithm
+        that another module registered.
     """
     if not hasattr(build, "options"):
         raise ValueError(
             f"{getattr(build, '__name__', build)!r} is no builder: decorate it with "
             "fedvi.algorithms.builder(Options)"
         )
-    ALGORITHMS[name or build.__name__] = build
+    name = build.__name__ if name is None else name
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(
+            f"name={name!r} must be of letters, digits, '_' and '-', as a flag gives it"
+        )
+    known = ALGORITHMS.get(name, build)
+    # A cell of a notebook that runs again registers its own.
+    if known.__module__ != build.__module__:
+        raise ValueError(
+            f"name={name!r} is that of {known.__module__}.{known.__name__}: give "
+            "another one, register(build, name=...)"
+        )
+    ALGORITHMS[name] = build
     return build
+
+
+def _check_task(builder_name: str, task: Any) -> None:
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"task={task!r} must be a fedvi.Task: {builder_name}(Task.of(model, train))"
+        )
+    if not isinstance(task.model, Model):
+        raise ValueError(
+            f"task.model={task.model!r} must be a fedvi.nn.Model, of fedvi.nn.build or "
+            "fedvi.nn.from_flax"
+        )
+    for name in ("training", "finetuning"):
+        local = getattr(task, name)
+        if not isinstance(local, LocalTraining):
+            raise ValueError(f"task.{name}={local!r} must be a fedvi.LocalTraining")
+        local.check()
+    for name in ("clients", "samples"):
+        checks.whole(f"task.{name}", getattr(task, name))
 
 
 def options_of(name: str) -> type[Options]:

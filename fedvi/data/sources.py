@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedvi import checks
 from fedvi.data import covertype, readers, tfds_reader
 from fedvi.data.labels import read_ids, read_labels
 
@@ -304,13 +305,7 @@ def _typical(x: np.ndarray) -> float:
 
 
 def _check_labels(key: str, y: np.ndarray, dataset: Dataset) -> None:
-    bad = (y < 0) | (y >= dataset.classes)
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise ValueError(
-            f"{key}[{i}] = {y[i]} is outside 0..{dataset.classes - 1}, the labels of "
-            f"the {dataset.classes} classes of {dataset.name!r}: correct the label"
-        )
+    checks.labels(key, y, dataset.classes, repr(dataset.name))
 
 
 def _check_finite(key: str, x: np.ndarray) -> None:

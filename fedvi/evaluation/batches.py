@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedvi.evaluation.metrics import Scores, score
+from fedvi.evaluation.predictive import unnormalised
 from fedvi.evaluation.uncertainty import Uncertainty, predictive_uncertainty
 
 __all__ = ["fold_batches", "score_in_batches", "uncertainty_in_batches"]
@@ -16,8 +17,8 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
     """Scores a client's examples in the batches of `fold_batches`.
 
     Args:
-      predict: `(x [batch, ...], mask [batch]) -> log-probabilities
-        [samples, batch, classes]`.
+      predict: `(number [] int32 of the batch, x [batch, ...], mask [batch]) ->
+        log-probabilities [samples, batch, classes]`.
       data: one client's `ClientData`; padded slots count nothing.
       batch_size: most examples in one batch.
 
@@ -27,14 +28,14 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
 
     width = min(batch_size, data.x.shape[0])
 
-    def scores(x, y, mask):
-        return score(predict(x, mask), y, mask)
+    def scores(number, x, y, mask):
+        return score(predict(number, x, mask), y, mask)
 
-    def add(total, start, *batch):
-        return jax.tree.map(jnp.add, total, scores(*batch))
+    def add(total, number, start, *batch):
+        return jax.tree.map(jnp.add, total, scores(number, *batch))
 
     shapes = jax.eval_shape(
-        scores, data.x[:width], data.y[:width], jnp.ones(width, bool)
+        scores, jnp.int32(0), data.x[:width], data.y[:width], jnp.ones(width, bool)
     )
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return fold_batches(add, data, batch_size, zero)
@@ -48,9 +49,9 @@ def fold_batches(step: Callable, data, batch_size: int, carry: Any) -> Any:
     the others, and nobody's figures should depend on another client's size.
 
     Args:
-      step: `(carry, start, x [batch, ...], y [batch], mask [batch]) -> carry`; the
-        batch is a slice of the client's slots from `start`, its own examples those
-        that the mask marks. Every real example is marked once.
+      step: `(carry, number, start, x [batch, ...], y [batch], mask [batch]) -> carry`;
+        the batch of this number is a slice of the client's slots from `start`, its
+        own examples those that the mask marks. Every real example is marked once.
       data: one client's `ClientData`.
       batch_size: most examples in one batch.
       carry: pytree.
@@ -71,7 +72,7 @@ def fold_batches(step: Callable, data, batch_size: int, carry: Any) -> Any:
         x = jax.lax.dynamic_slice_in_dim(data.x, start, width)
         y = jax.lax.dynamic_slice_in_dim(data.y, start, width)
         mask = (slots >= first) & (slots < jnp.minimum(first + even, data.size))
-        return step(carry, start, x, y, mask)
+        return step(carry, b, start, x, y, mask)
 
     return jax.lax.fori_loop(0, batches, one, carry)
 
@@ -80,21 +81,23 @@ def uncertainty_in_batches(predict: Callable, data, batch_size: int) -> Uncertai
     """Uncertainty of every example of a client, in the batches of `fold_batches`.
 
     Args:
-      predict: `(x [batch, ...], mask [batch]) -> log-probabilities
-        [samples, batch, classes]`.
+      predict: `(number [] int32 of the batch, x [batch, ...], mask [batch]) ->
+        log-probabilities [samples, batch, classes]`.
       data: one client's `ClientData`; its labels are not used.
       batch_size: most examples in one batch.
     """
     capacity = data.x.shape[0]
 
-    def write(carry, start, x, y, mask):
+    def write(carry, number, start, x, y, mask):
         # Slots of another batch are written out of range, which drops them.
         slots = jnp.where(mask, start + jnp.arange(x.shape[0]), capacity)
+        log_probs = predict(number, x, mask)
+        figures = *predictive_uncertainty(log_probs), unnormalised(log_probs) * 1.0
         return tuple(
             whole.at[slots].set(part, mode="drop")
-            for whole, part in zip(carry, predictive_uncertainty(predict(x, mask)))
+            for whole, part in zip(carry, figures)
         )
 
-    start = (jnp.zeros(capacity), jnp.zeros(capacity))
-    filled = fold_batches(write, data, batch_size, start)
-    return Uncertainty(*filled, jnp.arange(capacity) < data.size)
+    filled = fold_batches(write, data, batch_size, (jnp.zeros(capacity),) * 3)
+    entropy, information, off = filled
+    return Uncertainty(entropy, information, jnp.arange(capacity) < data.size, off)

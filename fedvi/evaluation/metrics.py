@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedvi.evaluation.predictive import predictive_log_probs
+from fedvi.evaluation.predictive import predictive_log_probs, unnormalised
 from fedvi.evaluation.uncertainty import predictive_uncertainty
 
 __all__ = ["Scores", "reliability", "score", "summarise"]
@@ -33,6 +33,7 @@ class Scores(NamedTuple):
     bin_count: Array  # [bins] number whose top probability lies in the bin
     bin_correct: Array  # [bins] how many of them are classified correctly
     bin_confidence: Array  # [bins] sum of their top probabilities
+    unnormalised: Array  # [] number whose log-probabilities are none (`unnormalised`)
 
 
 def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Scores:
@@ -52,7 +53,8 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
       bins: number of calibration bins; 15 as in Guo et al. (2017).
 
     Raises:
-      ValueError: the shapes do not fit together or `bins` is not positive.
+      ValueError: the shapes do not fit together, labels that are no integers, or `bins`
+        is not positive.
     """
     _check(log_probs, labels, mask, bins)
     mask = jnp.asarray(mask, bool)
@@ -81,6 +83,7 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
         bin_count=jnp.sum(in_bin, axis=0),
         bin_correct=jnp.sum(in_bin * correct[:, None], axis=0),
         bin_confidence=jnp.sum(in_bin * confidence[:, None], axis=0),
+        unnormalised=jnp.sum(weight * unnormalised(log_probs)),
     )
 
 
@@ -165,6 +168,11 @@ def _check(log_probs: Array, labels: Array, mask: Array, bins: int) -> None:
                 f"{name} has shape {array.shape}: it must be [batch] = "
                 f"{log_probs.shape[1:2]}, as in log_probs {log_probs.shape}"
             )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(
+            f"labels are {labels.dtype}: they must be integers, classes from 0; what "
+            "has other targets can be trained, but not scored as a classifier"
+        )
     if bins < 1:
         raise ValueError(f"bins={bins}: at least 1 calibration bin is needed")
 

@@ -17,6 +17,7 @@ class Uncertainty(NamedTuple):
     entropy: Array  # [capacity] of the averaged prediction, nats; 0 where padded
     mutual_information: Array  # [capacity] of label and weights, nats
     mask: Array  # [capacity] bool, real examples
+    unnormalised: Array  # [capacity] float32, 1 where log-probabilities are none
 
 
 def predictive_uncertainty(log_probs: Array) -> tuple[Array, Array]:

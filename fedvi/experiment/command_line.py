@@ -37,6 +37,9 @@ _LOST = 3  # exit code of a process that lost another one
 # they can say anything.
 _LINGER_SECONDS = 1.0
 
+# Defined by absl when it parses.
+_FLAGS_OF_ABSL = ("help", "helpfull", "helpshort", "helpxml", "flagfile", "undefok")
+
 # `--help` lists the flags under the script that calls `start`.
 flags.disclaim_key_flags()
 
@@ -97,7 +100,10 @@ def start(
             raise
 
     with processes.any_letter(sys.stdout), processes.any_letter(sys.stderr):
-        define()
+        try:
+            define()
+        except ValueError as error:  # an option of a user's own algorithm
+            Ending().leave(2, error)
         absl.app.run(run, flags_parser=parse_or_exit)
 
 
@@ -407,6 +413,11 @@ def _define_option(
     option: str, takers: dict[str, dataclasses.Field], flag_values: flags.FlagValues
 ) -> None:
     """One flag for all algorithms that take an option of this name."""
+    if option in flag_values or option in _FLAGS_OF_ABSL:
+        raise ValueError(
+            f"option {option} of {', '.join(takers)}: the command line has a flag of "
+            "that name already; give the option another one"
+        )
     hints = [typing.get_type_hints(options_of(name))[option] for name in takers]
     choices = [choices_of(field, hint) for field, hint in zip(takers.values(), hints)]
     if None not in choices:  # those of any of them

@@ -37,6 +37,7 @@ from fedvi.experiment.problems import Problems
 from fedvi.experiment.setup import Experiment, identity
 from fedvi.federation import BaseFederation
 from fedvi.folder_lock import FolderLock
+from fedvi.keys import root_key
 
 __all__ = ["run", "run_all"]
 
@@ -319,7 +320,7 @@ class Session:
         done = -1 if restored is None else restored.round
         processes.on_first(lambda: self._open(done))
         if restored is None:
-            keys = jax.vmap(jax.random.key)(np.array(self.seeds, np.uint32))
+            keys = jax.vmap(root_key)(np.array(self.seeds, np.uint32))
             restored = Kept(federation.init(keys), 0, Problems())
         else:
             print(f"resumed after round {restored.round} of {self.config.rounds}")

@@ -32,7 +32,8 @@ def one_draw(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
         flat, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init, key))
         kinds = [path[-1].key for path, _ in flat]
         total = sum(s.size for kind, (_, s) in zip(kinds, flat) if kind == "kernel")
-        draws = jax.random.truncated_normal(key, -2.0, 2.0, (total,)) / TRUNCATED_STD
+        draws = jax.random.truncated_normal(key, -2.0, 2.0, (total,), jnp.float32)
+        draws = draws / TRUNCATED_STD
         leaves, used = [], 0
         for kind, (_, s) in zip(kinds, flat):
             if kind == "kernel":

@@ -2,15 +2,18 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import errors, nnx
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedvi import checks
 from fedvi.flat import Flat, flatten, trees
+from fedvi.keys import root_key
 from fedvi.local import cross_entropy
 from fedvi.nn import local_reparameterisation
 
@@ -24,6 +27,9 @@ __all__ = [
 ]
 
 Params = dict[str, Flat]
+
+
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _no_local_draws(*_, **__) -> jax.Array:
@@ -83,8 +89,10 @@ def from_flax(
 
     Args:
         module: maps `[batch, ...]` to logits `[batch, classes]` with parameters only
-            (no running statistics). If its `__call__` has an argument `mask`, it gets
-            the mask `[batch]` of real examples, or None.
+            (no running statistics, no noise of its own such as dropout). If its
+            `__call__` has an argument `mask`, it gets the mask `[batch]` of real
+            examples, or None. A `flax.nnx.Module` becomes one by
+            `flax.nnx.bridge.to_linen(Net, ...)`.
         input_shape: shape of one raw example, such as `(32, 32, 3)`.
         head: top-level name, or names, in the module's parameters that form the
             classifier head, such as "Dense_2"; the rest is the body.
@@ -101,9 +109,12 @@ def from_flax(
             another with the same distribution, such as `fedvi.nn.initialise.one_draw`.
 
     Raises:
-        ValueError: the module has no top-level name `head`, has variables that are not
-            parameters, or does not return `[batch, classes]`; another dtype.
+        ValueError: no `flax.linen` module, or one that takes further arguments, has no
+            top-level name `head`, has variables that are not parameters, has parameters
+            that are not float32, draws random numbers, or does not return
+            `[batch, classes]`; another dtype.
     """
+    _check_module(module)
     heads = (head,) if isinstance(head, str) else tuple(head)
     dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     checks.one_of("dtype", dtype, ("float32", "bfloat16"))
@@ -113,11 +124,7 @@ def from_flax(
     empty = {"mask": None} if masked else {}
     example = jnp.zeros((1, *input_shape), jnp.float32)
 
-    logits, variables = jax.eval_shape(
-        lambda key: module.init_with_output(key, preprocess(example), **empty),
-        jax.random.key(0),
-    )
-    _check(name, heads, logits, variables)
+    logits = _look_at(name, module, heads, lambda: preprocess(example), empty)
 
     # Eager initialisers would compile one by one; XLA drops the forward pass.
     @jax.jit
@@ -141,7 +148,15 @@ def from_flax(
         rounded = {path: _round(flat[path], dtype) for path in body}
         return unflatten_dict(flat | rounded, sep="/")
 
+    def check_shape(x: jax.Array) -> None:
+        if jnp.shape(x)[1:] != tuple(input_shape):
+            raise ValueError(
+                f"x has examples of shape {jnp.shape(x)[1:]}, and the model {name} was "
+                f"built for input_shape={tuple(input_shape)}"
+            )
+
     def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        check_shape(x)
         x = _round(preprocess(x), dtype)
         variables = {"params": weights_of(params)}
         return module.apply(variables, x, **options_of(mask)).astype(jnp.float32)
@@ -153,6 +168,7 @@ def from_flax(
         x: jax.Array,
         mask: jax.Array | None = None,
     ) -> jax.Array:
+        check_shape(x)
         x = _round(preprocess(x), dtype)
         return local_reparameterisation.apply_local(
             key, module, weights_of(mean), weights_of(scale), x, **options_of(mask)
@@ -190,7 +206,7 @@ def from_flax(
             return {g: flatten(unflatten_dict(t, sep="/")) for g, t in groups.items()}
 
         def regrouped(group_of: Callable[[str], str]) -> Model:
-            paths = flatten_dict(jax.eval_shape(init, jax.random.key(0)), sep="/")
+            paths = flatten_dict(jax.eval_shape(init, root_key(0)), sep="/")
             found = (group_of(f"{group_of_top(path)}/{path}") for path in paths)
             return grouped(group_of, tuple(sorted(set(found))))
 
@@ -223,7 +239,7 @@ def regroup(model: Model, group_of: Callable[[str], str]) -> Model:
 
 def weight_paths(model: Model) -> list[str]:
     """The paths of a model's weights as `regroup` sees them, in order."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = jax.eval_shape(model.init, root_key(0))
     paths = flatten_dict(jax.eval_shape(trees, shapes), sep="/")
     return list(paths)
 
@@ -242,6 +258,72 @@ def _as_float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
+def _check_module(module: Any) -> None:
+    if isinstance(module, nn.Module):
+        _, *others = inspect.signature(type(module).__call__).parameters.values()
+        for one in others[1:]:
+            optional = one.default is not one.empty or one.kind in _ANY_NUMBER
+            if one.name != "mask" and not optional:
+                raise ValueError(
+                    f"module={type(module).__name__} takes {one.name!r}, which it is "
+                    "not called with: only x, and mask if it has one; give the others "
+                    "a default"
+                )
+        return
+    kind = module if isinstance(module, type) else type(module)
+    if issubclass(kind, nnx.Module):
+        raise ValueError(
+            f"module={kind.__name__} is of flax.nnx: give what "
+            f"flax.nnx.bridge.to_linen({kind.__name__}, ...) returns, the arguments of "
+            "its __init__ but rngs in place of the dots"
+        )
+    if issubclass(kind, nn.Module):
+        raise ValueError(
+            f"module={kind.__name__} is a class: give an instance, {kind.__name__}(...)"
+        )
+    raise ValueError(
+        f"module={module!r} must be a flax.linen.Module: put a function into the "
+        "__call__ of one"
+    )
+
+
+def _look_at(
+    name: str,
+    module: nn.Module,
+    heads: tuple[str, ...],
+    example: Callable[[], jax.Array],
+    options: dict[str, Any],
+) -> Any:
+    """The shape of a module's logits; all else about it is checked."""
+    dropout = []
+    with nn.intercept_methods(partial(_note_dropout, dropout)):
+        logits, variables = jax.eval_shape(
+            lambda key: module.init_with_output(key, example(), **options),
+            root_key(0),
+        )
+    if dropout:
+        raise ValueError(
+            f"module={name} has Dropout, which would never be active, not even in "
+            "training: leave it out"
+        )
+    _check(name, heads, logits, variables)
+    try:
+        jax.eval_shape(lambda v: module.apply(v, example(), **options), variables)
+    except errors.InvalidRngError:
+        raise ValueError(
+            f"module={name} draws random numbers (make_rng), for which it gets no key: "
+            "leave them out"
+        ) from None
+    return logits
+
+
+def _note_dropout(found: list[Any], call: Callable, arguments, keywords, context):
+    """A `flax.linen` interceptor: finds dropout, switched off by a flag or not."""
+    if isinstance(context.module, nn.Dropout) and context.module.rate > 0:
+        found.append(context.module)
+    return call(*arguments, **keywords)
+
+
 def _check(name: str, heads: tuple[str, ...], logits: Any, variables: Any) -> None:
     params = variables.get("params", {})
     missing = [head for head in heads if head not in params]
@@ -255,6 +337,13 @@ def _check(name: str, heads: tuple[str, ...], logits: Any, variables: Any) -> No
             f"module={name} keeps variables in {extra}: use layers with parameters "
             "only, such as fedvi.nn.BatchNorm"
         )
+    for path, leaf in flatten_dict(params, sep="/").items():
+        if leaf.dtype != jnp.float32:
+            raise ValueError(
+                f"module={name} has parameters of {leaf.dtype} at {path}: keep its "
+                "param_dtype at float32; from_flax(..., dtype='bfloat16') rounds "
+                "where they are used"
+            )
     if len(logits.shape) != 2:
         raise ValueError(
             f"module={name} returns shape {logits.shape} for one example: return "

@@ -1,12 +1,14 @@
 """The networks of the papers, by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
+from fedvi import checks
 from fedvi.nn.initialise import one_draw
 from fedvi.nn.layers import (
     BatchNorm,
@@ -198,8 +200,10 @@ def build(
     """
     if name not in MODELS:
         raise ValueError(f"name={name!r} is no model: choose from {sorted(MODELS)}")
-    if classes < 1:
-        raise ValueError(f"classes={classes}: a classifier has at least one output")
+    checks.whole("classes", classes)
+    _check_lengths("input_shape", input_shape)
+    if "hidden" in options:
+        _check_lengths("hidden", options["hidden"])
     allowed = set(MODELS[name].__dataclass_fields__) - {"classes", "parent", "name"}
     for option, value in options.items():
         if option not in allowed:
@@ -226,6 +230,13 @@ def build(
     if name == "binary_logistic":
         model = model._replace(loss=_binary_cross_entropy)
     return model
+
+
+def _check_lengths(name: str, lengths: Any) -> None:
+    if not isinstance(lengths, tuple | list):
+        raise ValueError(f"{name}={lengths!r} must be a tuple of whole numbers")
+    for i, length in enumerate(lengths):
+        checks.whole(f"{name}[{i}]", length)
 
 
 def _binary_cross_entropy(logits: jax.Array, y: jax.Array, mask: jax.Array):

@@ -6,8 +6,15 @@ import jax.numpy as jnp
 import pytest
 
 from fedvi import nn
-from fedvi.algorithm import Aggregate
-from fedvi.algorithms import ALGORITHMS, build, builder, options_of, register
+from fedvi.algorithm import Aggregate, Task
+from fedvi.algorithms import (
+    ALGORITHMS,
+    build,
+    builder,
+    options_of,
+    point_estimate,
+    register,
+)
 from fedvi.options import Options, option
 
 TRACED = [
@@ -118,3 +125,51 @@ def test_only_builders_can_be_registered(task, monkeypatch):
 
 def plain(task):
     return task
+
+
+def test_an_algorithm_of_another_module_is_not_replaced(monkeypatch):
+    monkeypatch.setattr("fedvi.algorithms.registry.ALGORITHMS", dict(ALGORITHMS))
+    with pytest.raises(ValueError, match="name='fedavg' is that of fedvi.algorithms.f"):
+        register(mine, "fedavg")
+    register(mine)
+    register(mine)  # a cell of a notebook that runs again
+    for name in ("a:b", "a,b", "", 3):
+        with pytest.raises(ValueError, match=f"name={name!r} must be of letters"):
+            register(mine, name)
+
+
+def test_what_a_builder_is_given_is_checked(task):
+    for given, message in (
+        ("x", r"task='x' must be a fedvi.Task: mine\(Task.of\(model, train\)\)"),
+        (task._replace(model="mlp"), "task.model='mlp' must be a fedvi.nn.Model"),
+        (task._replace(training=None), "task.training=None must be a fedvi.LocalTrai"),
+        (task._replace(clients=2.5), "task.clients=2.5 must be a whole number"),
+        (task._replace(samples=0), "task.samples=0 must be a whole number"),
+        (
+            task._replace(finetuning=task.finetuning._replace(epochs=1.5)),
+            "epochs=1.5 must be a whole number, at least 0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mine(given)
+
+
+def test_a_task_counts_what_the_data_hold(task, train):
+    for arguments, message in (
+        (("mlp", train), "model='mlp' must be a fedvi.nn.Model"),
+        ((task.model, train.x), "train=ndarray must be a fedvi.ClientData"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Task.of(*arguments)
+    for candidates in ([7], [-1], [1, 1]):
+        with pytest.raises(ValueError, match=r"candidates=\[.*must be different clien"):
+            Task.of(task.model, train, candidates=candidates)
+
+
+def test_point_estimates_tell_whom_they_are_built_for(task):
+    """A writer who forgets the decorator `builder` is not left alone."""
+    plain = build("fedavg", task)
+    functions = plain._asdict()
+    fields = ("init", "client_update", "server_update")
+    made = point_estimate("own", task, len, *(functions[name] for name in fields))
+    assert made.population == (task.clients, task.samples)

@@ -11,7 +11,7 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(10, 3)).astype(np.float32), RNG.integers(0, 3, 10)
 
 
-def predict(x, mask):
+def predict(number, x, mask):
     return jnp.where(mask[:, None], jax.nn.log_softmax(x), jnp.nan)[None]
 
 
@@ -29,7 +29,7 @@ def test_every_real_example_counts_once(batch_size):
 def test_batches_are_even_whatever_the_other_clients_hold(capacity):
     """101 examples, at most 50 at once: 34, 34 and 33, in any padding."""
 
-    def fewest_and_most(x, mask):
+    def fewest_and_most(number, x, mask):
         # Log-probabilities whose likelihood tells how many examples went together.
         together = mask.sum().astype(jnp.float32)
         return jnp.broadcast_to(together, (1, x.shape[0], 2))
@@ -45,7 +45,7 @@ def test_batches_are_even_whatever_the_other_clients_hold(capacity):
 WEIGHTS = RNG.normal(size=(4, 3, 3)).astype(np.float32)
 
 
-def predict_draws(x, mask):
+def predict_draws(number, x, mask):
     """Four draws of a linear model; rows that are not the batch's own are NaN."""
     logits = jnp.einsum("sij,bi->sbj", WEIGHTS, x)
     return jnp.where(mask[None, :, None], jax.nn.log_softmax(logits), jnp.nan)

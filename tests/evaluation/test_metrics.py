@@ -210,7 +210,7 @@ def test_reliability_pools_clients_and_marks_empty_bins():
 
 
 def test_no_client_with_data_is_an_error():
-    empty = Scores(*(jnp.zeros(2),) * 6, *(jnp.zeros((2, BINS)),) * 3)
+    empty = Scores(*(jnp.zeros(2),) * 6, *(jnp.zeros((2, BINS)),) * 3, jnp.zeros(2))
     for function in (summarise, reliability):
         with pytest.raises(ValueError, match="none of the 2 clients"):
             function(empty)

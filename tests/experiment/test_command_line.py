@@ -325,3 +325,17 @@ def test_a_mistake_is_no_loss():
     with pytest.raises(SystemExit) as left:
         alone.leave(5, "two\nlines")
     assert left.value.code == 5
+
+
+@pytest.mark.parametrize("name", ["momentum", "run_dir", "name", "help"])
+def test_an_option_that_is_a_flag_of_the_driver_is_named(monkeypatch, name):
+    taken = {name: option(0.5, "A number.")}
+    slip = type("Slip", (Options,), {"__annotations__": {name: float}, **taken})
+
+    @algorithms.builder(slip)
+    def own(task, options):
+        """Never built."""
+
+    monkeypatch.setitem(algorithms.ALGORITHMS, "own", own)
+    with pytest.raises(ValueError, match=f"option {name} of own: the command line has"):
+        read("--algorithm=own")

@@ -29,7 +29,7 @@ def scores(correct):
     correct = np.asarray(correct, np.float32)
     bins = np.zeros((*correct.shape, 15), np.float32)
     count = np.full_like(correct, 10)
-    return Scores(count, correct, *(count,) * 4, *(bins,) * 3)
+    return Scores(count, correct, *(count,) * 4, *(bins,) * 3, 0 * count)
 
 
 def nothing_happened(seeds, rounds=3, loss=None):

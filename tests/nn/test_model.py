@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 from fedvi.flat import trees
 from fedvi.nn import (
@@ -13,6 +14,7 @@ from fedvi.nn import (
     Conv,
     DepthwiseConv,
     Model,
+    build,
     from_flax,
     global_avg_pool,
     max_pool,
@@ -242,3 +244,94 @@ def test_inputs_that_are_no_floats_stay(dtype):
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"dtype='(float16|int8)' must be one of"):
         from_flax(Net(3), (6, 6, 2), head="Dense_1", dtype=dtype)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, width, rngs):
+        self.hidden = nnx.Linear(3, width, rngs=rngs)
+        self.last = nnx.Linear(width, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.hidden(x)))
+
+
+class Dropped(nn.Module):
+    """With the flag that a user's own loop would set."""
+
+    rate: float = 0.5
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(self.rate, deterministic=not train)(nn.Dense(4)(x))
+        return nn.Dense(2, name="last")(x)
+
+
+class Flagged(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(2, name="last")(x)
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        noise = jax.random.normal(self.make_rng("noise"), x.shape)
+        return nn.Dense(2, name="last")(x + noise)
+
+
+class Halves(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="last", param_dtype=jnp.bfloat16)(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (NnxNet, r"is of flax.nnx: give what flax.nnx.bridge.to_linen\(NnxNet, ...\)"),
+        (NnxNet(4, nnx.Rngs(0)), "module=NnxNet is of flax.nnx: give"),
+        (Net, r"module=Net is a class: give an instance, Net\(...\)"),
+        (
+            lambda x: x,
+            "module=<function .* must be a flax.linen.Module: put a function",
+        ),
+        (None, "module=None must be a flax.linen.Module"),
+        (Dropped(), "module=Dropped has Dropout, which would never be active"),
+        (Flagged(), "module=Flagged takes 'train', which it is not called with"),
+        (Noisy(), r"module=Noisy draws random numbers \(make_rng\), for which it gets"),
+        (Halves(), "module=Halves has parameters of bfloat16 at last/bias: keep"),
+    ],
+)
+def test_modules_that_cannot_be_used_are_named(module, message):
+    """C32, C33."""
+    with pytest.raises(ValueError, match=message) as found:
+        from_flax(module, (3,), head="last")
+    assert "\n" not in str(found.value)
+
+
+def test_a_bridged_nnx_module_works():  # C32
+    model = from_flax(nnx.bridge.to_linen(NnxNet, 4), (3,), head="last")
+    params = model.init(jax.random.key(0))
+    assert model.apply(params, jnp.ones((5, 3))).shape == (5, 2)
+    assert set(trees(params)["body"]) == {"hidden"}
+
+
+def test_dropout_of_rate_0_is_none():  # C33
+    assert from_flax(Dropped(rate=0.0), (3,), head="last").classes == 2
+
+
+def test_inputs_of_another_shape_are_named():
+    model = from_flax(Net(3), (6, 6, 2), head="Dense_1")
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    for x in (jnp.zeros((4, 6, 6)), jnp.zeros((4, 6, 6, 3)), jnp.zeros((6, 6, 2))):
+        with pytest.raises(
+            ValueError, match=r"Net was built for input_shape=\(6, 6, 2"
+        ):
+            jax.eval_shape(model.apply, shapes, x)
+
+
+def test_float64_does_not_change_the_parameters():  # C24
+    model = build("mlp", classes=3, input_shape=(4,), hidden=(5,))
+    plain = model.init(jax.random.key(0))
+    with jax.enable_x64(True):
+        chex.assert_trees_all_equal(model.init(jax.random.key(0)), plain)

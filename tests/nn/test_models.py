@@ -175,3 +175,16 @@ def test_preprocessing_may_make_images_fit():
 
     model = build("vgg", classes=10, input_shape=GREY, preprocess=pad)
     assert model.classes == 10
+
+
+def test_sizes_that_are_no_whole_numbers_are_named():
+    for options, message in (
+        ({"hidden": 16}, "hidden=16 must be a tuple of whole numbers"),
+        ({"hidden": (16, 2.5)}, r"hidden\[1\]=2.5 must be a whole number, at least 1"),
+        ({"input_shape": 64}, "input_shape=64 must be a tuple of whole numbers"),
+        ({"input_shape": (8, -1)}, r"input_shape\[1\]=-1 must be a whole number"),
+        ({"classes": "ten"}, "classes='ten' must be a whole number"),
+        ({"classes": 2.0}, "classes=2.0 must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("mlp", **{"classes": 3, "input_shape": (6,)} | options)
