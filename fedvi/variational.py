@@ -5,7 +5,7 @@ What the mean-field algorithms share. A `Family` says what a posterior is, a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import distrax
@@ -20,6 +20,7 @@ from fedvi.options import Options, option
 from fedvi.placement import device_memory
 
 __all__ = [
+    "Average",
     "BayesianNetwork",
     "Family",
     "Sampling",
@@ -33,6 +34,19 @@ __all__ = [
 _DRAWS_AT_ONCE = 32
 
 
+class Average(NamedTuple):
+    """What the server takes for the average of posteriors.
+
+    Attributes:
+      statistics: `(q, near) -> pytree` of floats whose mean over clients is asked for;
+        `near` is a posterior that clients and server know, to which they refer.
+      posterior: `(mean statistics, near) -> w`; `near` itself where all are.
+    """
+
+    statistics: Callable[..., Any]
+    posterior: Callable[..., Any]
+
+
 class Family(NamedTuple):
     """A variational family over a parameter pytree.
 
@@ -42,9 +56,8 @@ class Family(NamedTuple):
       conditional: `(key, q) -> (mean, scale)`, pytrees like `params`: given what `q`
         draws first (gates, if it has any), the weights are N(mean, scale²).
       kl: `(q, p) ->` KL(q ‖ p) in nats.
-      moments: `(q, near) -> statistics` whose mean over clients `from_moments` takes;
-        `near` is a posterior that clients and server know, to which they refer.
-      from_moments: `(mean statistics, near) -> w`, which minimises Σ_i KL(q_i ‖ w).
+      averages: by name, those that are no mean of the parameters; that of "moments"
+        minimises Σ_i KL(q_i ‖ w).
       distribution: `(q) -> distrax.Distribution` over the tree of layers.
     """
 
@@ -52,8 +65,7 @@ class Family(NamedTuple):
     sample: Callable[..., Any]
     conditional: Callable[..., tuple[Any, Any]]
     kl: Callable[..., jax.Array]
-    moments: Callable[..., Any]
-    from_moments: Callable[..., Any]
+    averages: Mapping[str, Average]
     distribution: Callable[[Any], distrax.Distribution]
 
 
@@ -64,23 +76,12 @@ def mean_field_normal(rho: float, link: mean_field.Link = "softplus") -> Family:
       rho: initial unconstrained scale.
       link: "softplus" or "exp".
     """
-
-    def moments(q, near):
-        statistics = mean_field.moments(q, near.mu)
-        del statistics["mass"]  # 1 for all
-        return statistics
-
-    def from_moments(statistics, near):
-        mass = jax.tree.map(jnp.ones_like, near.mu)
-        return mean_field.from_moments({**statistics, "mass": mass}, near.mu, link)
-
     return Family(
         init=lambda params: mean_field.from_rho(params, rho, link),
         sample=mean_field.sample,
         conditional=lambda key, q: (q.mu, mean_field.scale(q)),
         kl=mean_field.kl,
-        moments=moments,
-        from_moments=from_moments,
+        averages={"moments": Average(mean_field.moments, mean_field.from_moments)},
         distribution=mean_field.distribution,
     )
 
@@ -109,10 +110,12 @@ def bernoulli_gaussian(rho: float, inclusion: float, temperature: float) -> Fami
         ),
         conditional=conditional,
         kl=spike_and_slab.kl,
-        moments=lambda q, near: spike_and_slab.moments(q, near.slab.mu),
-        from_moments=lambda statistics, near: spike_and_slab.from_moments(
-            statistics, near.slab.mu
-        ),
+        averages={
+            "moments": Average(spike_and_slab.moments, spike_and_slab.from_moments),
+            "probabilities": Average(
+                spike_and_slab.probabilities, spike_and_slab.from_probabilities
+            ),
+        },
         distribution=spike_and_slab.distribution,
     )
 

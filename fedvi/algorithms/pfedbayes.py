@@ -21,10 +21,12 @@ from fedvi.algorithms.alternating import (
     free_energy,
     learner,
     require_moving,
+    require_stable,
     summands,
 )
 from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
+from fedvi.distributions.mean_field import initial_scale
 from fedvi.flat import in_one_piece
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, mean_field_normal, posterior_estimate
@@ -151,6 +153,7 @@ def pfedbayes_of(
     shared, own, join = halves or Halves()
     if options.upload == "localised":
         require_moving("zeta", options.zeta, "upload='localised'")
+    require_stable(task, options, "zeta", initial_scale(options.rho))
 
     def train(key, round_index, data, training, q, w, steps, complete=lambda q: q):
         energy = free_energy(network, options.zeta, data, kl, complete)
