@@ -15,6 +15,7 @@ __all__ = [
     "OPTIMIZERS",
     "Batch",
     "LocalTraining",
+    "check_stable",
     "cross_entropy",
     "fold_minibatches",
     "layerwise",
@@ -95,6 +96,35 @@ class LocalTraining(NamedTuple):
         if callable(self.optimizer):
             return self.optimizer(rate)
         return OPTIMIZERS[self.optimizer](rate)
+
+
+def check_stable(training: LocalTraining, curvature, term: str) -> None:
+    """Refuses a term of a loss that SGD at this learning rate does not follow.
+
+    On a loss of curvature c the step θ <- θ - v, v <- β v + lr c θ, shrinks θ only if
+    lr c < 2 (1 + β): beyond, it grows without end. Other optimisers bound their steps
+    and pass, as does what JAX traces. A schedule is looked at in round 0.
+
+    Args:
+      training: learning rate, momentum and optimiser.
+      curvature: c, the term's largest second derivative at the start.
+      term: what the user set, for the message: "zeta=10.0".
+
+    Raises:
+      ValueError: lr c >= 2 (1 + β).
+    """
+    rate = training.learning_rate_at(0)
+    traced = any(isinstance(value, jax.core.Tracer) for value in (curvature, rate))
+    if training.optimizer != "sgd" or traced:
+        return
+    most = 2 * (1 + training.momentum) / max(float(curvature), 1e-30)
+    if not rate < most:
+        raise ValueError(
+            f"{term} has a curvature of {float(curvature):.3g}, on which SGD with "
+            f"momentum={training.momentum} diverges from learning_rate={most:.3g} on, "
+            f"2 (1 + momentum) / curvature: learning_rate={float(rate):.3g} must be "
+            "smaller, or use optimizer='adam'"
+        )
 
 
 def layerwise(

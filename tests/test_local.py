@@ -12,6 +12,7 @@ from fedvi.flat import Flat, flatten, trees
 from fedvi.local import (
     Batch,
     LocalTraining,
+    check_stable,
     cross_entropy,
     fold_minibatches,
     layerwise,
@@ -325,3 +326,29 @@ def test_a_proximal_step_needs_sgd():
 def test_a_bad_optimizer_or_number_of_steps_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         LocalTraining(**{field: value}).check()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_the_bound_of_gradient_steps_is_where_they_begin_to_diverge(momentum):
+    """lr c < 2 (1 + β), by running them on either side of it."""
+    curvature = 40.0
+    most = 2 * (1 + momentum) / curvature
+    data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
+
+    def loss(key, theta, batch):
+        return 0.5 * curvature * jnp.square(theta)
+
+    @jax.jit
+    def left(rate):
+        training = LocalTraining(2000, 1, rate, momentum)
+        return minimise(jax.random.key(0), 0, jnp.float32(1.0), data, training, loss)[0]
+
+    assert abs(left(0.99 * most)) < 1e-3 and not abs(left(1.01 * most)) < 1e3
+    below = LocalTraining(learning_rate=0.99 * most, momentum=momentum)
+    above = below._replace(learning_rate=1.01 * most)
+    check_stable(below, curvature, "zeta=3.0")
+    check_stable(above._replace(optimizer="adam"), curvature, "zeta=3.0")
+    jax.eval_shape(lambda c: check_stable(above, c, "zeta=3.0"), 1.0)
+    with pytest.raises(ValueError, match=f"zeta=3.0 .*learning_rate={most:.3g} on"):
+        check_stable(above, curvature, "zeta=3.0")
+    check_stable(above, 0.0, "zeta=0.0")
