@@ -77,6 +77,10 @@ class LocalTraining(NamedTuple):
         if not callable(self.learning_rate):
             checks.positive("learning_rate", self.learning_rate)
 
+    def one_pass(self) -> "LocalTraining":
+        """All of a client's data once as they are, for what is no training."""
+        return LocalTraining(epochs=1, batch_size=self.batch_size)
+
     def learning_rate_at(self, round_index):
         """The learning rate in a round."""
         rate = self.learning_rate

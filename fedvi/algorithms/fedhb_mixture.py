@@ -23,7 +23,7 @@ from fedvi.algorithms.registry import builder
 from fedvi.distributions import mixture
 from fedvi.distributions.tree import Tree, with_head
 from fedvi.flat import trees
-from fedvi.local import LocalTraining, Quadratic, fold_minibatches, minimise
+from fedvi.local import Quadratic, fold_minibatches, minimise
 from fedvi.options import option
 
 __all__ = ["FedHBMixture", "Server", "fedhb_mixture"]
@@ -224,13 +224,11 @@ def first_model(task: Task, options: FedHBMixture, key, server: Server, data):
 
 def total_loss(task: Task, key, params, data):
     """Cross-entropy of one model, summed over all of one client's training data."""
-    batch_size = task.training.batch_size
-    everything = LocalTraining(epochs=1, batch_size=batch_size)
 
     def add(key, total, batch):
         return total + batch.mask.sum() * classification_loss(task.model, params, batch)
 
-    return fold_minibatches(key, data, everything, add, jnp.zeros(()))
+    return fold_minibatches(key, data, task.training.one_pass(), add, jnp.zeros(()))
 
 
 def train(

@@ -140,8 +140,10 @@ def m_step(
     ν = 0.
 
     A prototype with less than `EMPTY_MASS` keeps its value, where the formula would
-    send it to zero and lose a network. The objective (Eq. 23) still never rises: the
-    bound that the M-step lowers is a sum over prototypes, and one kept adds nothing.
+    send it to zero and lose a network. With ν = 0 the objective (Eq. 23) still never
+    rises: the bound that the M-step lowers is a sum over prototypes, and one kept adds
+    nothing. With ν_j = r_j what never rises is its sum over the clients; the paper's
+    ½‖r‖², which is no part of that model, may rise by more.
 
     Args:
       moved: S over the participants, leaves `[components, ...]`.

@@ -51,12 +51,15 @@ def test_without_dropout_and_constant_scale_a_client_is_fedprox(task, train):
 
     @jax.jit
     def run():
-        upload = algorithm.client_update(KEY, 0, server, (), data).upload
+        output = algorithm.client_update(KEY, 0, server, (), data)
         bodies = [proximal_sgd(task, server, data, weight) for weight in (mu, 0.0)]
-        return upload, [optax.tree.sub(body, server.posterior.mean) for body in bodies]
+        return output, [optax.tree.sub(body, server.posterior.mean) for body in bodies]
 
-    upload, (expected, free) = run()
-    assert_close(upload, expected)
+    output, (expected, free) = run()
+    assert_close(output.upload, expected)
+    # Its own metric; the loss is the data term alone.
+    far = np.square(expected["body"].vector).sum()
+    np.testing.assert_allclose(output.metrics["penalty"], mu / 2 * far, rtol=1e-4)
     assert not np.allclose(free["body"].vector, expected["body"].vector)
 
 
