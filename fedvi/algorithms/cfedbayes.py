@@ -118,12 +118,11 @@ def cfedbayes(task: Task, options: CFedBayes) -> Algorithm:
 
 def data_loss(key, network: BayesianNetwork, data, training: LocalTraining, u):
     """E_u[-log p(D_i | θ)], estimated by draws that depend on the key only."""
-    once = training._replace(epochs=1, steps=None, augment=None)
 
     def add(key, total, batch):
         return total + batch.mask.sum() * network.loss(key, u, batch)
 
-    return fold_minibatches(key, data, once, add, jnp.zeros(()))
+    return fold_minibatches(key, data, training.one_pass(), add, jnp.zeros(()))
 
 
 def _at(server, cluster):

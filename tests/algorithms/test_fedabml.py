@@ -11,13 +11,13 @@ from flax import linen as nn
 
 from fedvi.algorithm import Aggregate, Task
 from fedvi.algorithms import fedabml, fedavg
-from fedvi.algorithms.common import classification_loss, quadratic_penalty
+from fedvi.algorithms.common import classification_loss
 from fedvi.algorithms.fedabml import Server
 from fedvi.data import ClientData
 from fedvi.distributions import mean_field
 from fedvi.federation import Federation
 from fedvi.flat import trees
-from fedvi.local import Batch, LocalTraining, fold_minibatches
+from fedvi.local import Batch, LocalTraining, Quadratic, fold_minibatches
 from fedvi.nn import from_flax
 
 KEY = jax.random.key(3)
@@ -147,7 +147,7 @@ def test_meta_is_per_fedavgs_exact_gradient(
 
         def loss(phi, theta, mask):
             chosen = batch._replace(mask=batch.mask & mask)
-            penalty = quadratic_penalty(*trees((phi, theta)), precision)
+            penalty = Quadratic(*trees((theta, precision))).value(phi)
             return classification_loss(plain.model, phi, chosen) + penalty
 
         def adapt(theta):
