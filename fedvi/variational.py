@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fedvi.algorithm import Algorithm
 from fedvi.distributions import mean_field, spike_and_slab
+from fedvi.distributions.tree import with_head
 from fedvi.flat import trees
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
@@ -25,6 +26,7 @@ __all__ = [
     "Family",
     "Sampling",
     "bernoulli_gaussian",
+    "frozen_head",
     "mean_field_normal",
     "posterior_estimate",
 ]
@@ -117,6 +119,37 @@ def bernoulli_gaussian(rho: float, inclusion: float, temperature: float) -> Fami
             ),
         },
         distribution=spike_and_slab.distribution,
+    )
+
+
+def frozen_head(family: Family) -> Family:
+    """`family` over the body of a network whose random head stays as it is.
+
+    A posterior is `{"body": q, "head": weights}`: no noise, no KL and no gradient
+    reach the head. The averages are those of q.
+    """
+
+    def sample(key, q, eps_scale=1.0):
+        body = family.sample(key, q["body"], eps_scale)
+        return {"body": body, "head": jax.lax.stop_gradient(q["head"])}
+
+    def conditional(key, q):
+        mean, scale = family.conditional(key, q["body"])
+        head = jax.lax.stop_gradient(q["head"])
+        still = jax.tree.map(jnp.zeros_like, head)
+        return {"body": mean, "head": head}, {"body": scale, "head": still}
+
+    def distribution(q):
+        body = jax.eval_shape(lambda: family.sample(jax.random.key(0), q["body"], 1.0))
+        base = family.distribution(q["body"]).base
+        return with_head(base, {"body": body}, {"head": q["head"]})
+
+    return family._replace(
+        init=lambda params: {**params, "body": family.init(params["body"])},
+        sample=sample,
+        conditional=conditional,
+        kl=lambda q, p: family.kl(q["body"], p["body"]),
+        distribution=distribution,
     )
 
 

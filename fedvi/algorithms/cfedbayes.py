@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.pfedbayes import PFedBayes, pfedbayes_of
+from fedvi.algorithms.pfedbayes import PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.local import LocalTraining, fold_minibatches
 from fedvi.options import option
@@ -20,7 +20,7 @@ from fedvi.variational import BayesianNetwork, mean_field_normal
 __all__ = ["CFedBayes", "cfedbayes", "data_loss"]
 
 
-class CFedBayes(PFedBayes):
+class CFedBayes(PFedBayesKin):
     """Options of `cfedbayes`; the clusters are compared with `mc_samples` draws."""
 
     clusters: int = option(2, "K, at most the number of clients.", at_least=1)

@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.algorithms.alternating import require_stable
-from fedvi.algorithms.pfedbayes import PFedBayes, pfedbayes_of
+from fedvi.algorithms.pfedbayes import PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field, spike_and_slab
 from fedvi.distributions.spike_and_slab import SpikeAndSlab
@@ -27,7 +27,7 @@ from fedvi.variational import BayesianNetwork, bernoulli_gaussian
 __all__ = ["SFedBayes", "largest", "sent_whole", "sfedbayes", "withhold"]
 
 
-class SFedBayes(PFedBayes):
+class SFedBayes(PFedBayesKin):
     """Options of `sfedbayes`."""
 
     inclusion: float = option(

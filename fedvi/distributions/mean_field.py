@@ -228,9 +228,11 @@ def from_moments(
 
         μ_w = Σ_i m_i μ_i / Σ_i m_i,  σ_w² = Σ_i m_i (σ_i² + μ_i²) / Σ_i m_i - μ_w².
 
-    Where the clients are at `near`, so is the result, to the last digit. Where they
-    all moved far from it and stay close together, float32 cancels in σ_w² = s² +
-    second - first²: its error is about 1e-7 of first² (MEASURED).
+    Where the clients are at `near`, so is the result, to the last digit. Where all
+    moved far from it and stay close together, second - first² cancels: after 100 σ,
+    σ_w is off by 0.1 % (median) and 0.5 % (worst of 5,000 weights) with 100 clients,
+    by 0.6 % and 3 % with 3,000; after 1,000 σ by 6 % and 59 % (of 20,000
+    weights) with 100.
 
     Args:
       mean_statistics: (weighted) mean over clients of their `moments`.
@@ -264,6 +266,9 @@ def _scale(rho, link):
 @jax.custom_jvp
 def _softplus(x):
     """log(1 + exp x), relative error 3e-7 in float32 and 2e-12 in float64.
+
+    In float32 for x > -87: below, exp underflows and it is 0, a relative error of 1.
+    `_scale` has been at its floor since x = -18.
 
     Not JAX's own, whose log1p is slow on CPU: with u = exp(-|x|) and
     t = u/(2 + u) <= 1/3, log1p(u) = 2 artanh(t), a short series. Its rest after k

@@ -124,6 +124,7 @@ def test_meta_is_per_fedavgs_exact_gradient(
     algorithm = fedabml(
         plain._replace(training=training),
         theta_update="meta",
+        nu=NU,
         kl_weight=kl_weight,
         personal_steps=steps,
         global_learning_rate=0.2,
@@ -179,6 +180,7 @@ def test_alternate_is_line_9_of_algorithm_1(plain, wide, data, step):
     algorithm = fedabml(
         once,
         theta_update="alternate",
+        nu=NU,
         kl_weight=kl_weight,
         personal_steps=1,
         global_learning_rate=eta,

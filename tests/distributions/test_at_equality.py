@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.algorithms.common import gradient_only, quadratic_penalty, quadratic_pull
+from fedvi.algorithms.common import gradient_only
 from fedvi.distributions import mixture
+from fedvi.local import Quadratic
 from fedvi.variational import bernoulli_gaussian, mean_field_normal
 
 FAMILIES = {
@@ -26,8 +27,7 @@ PENALTIES = {
     "reverse": lambda q, p: FAMILIES["softplus"].kl(p, q),
     **{f"{name} for descent": gradient_only(kl) for name, kl in KLS.items()},
     # FedProx and FedHB-NIW; FedHB-Mixture, whose prototypes may coincide.
-    "quadratic": lambda q, p: quadratic_penalty(q, p, 3.7),
-    "quadratic for descent": lambda q, p: quadratic_pull(q, p, 3.7),
+    "quadratic": lambda q, p: Quadratic(p, 3.7).value(q),
     "mixture": lambda q, p: mixture.log_prior(
         q, jax.tree.map(lambda leaf: jnp.stack([leaf, leaf, leaf]), p), 0.1
     ),
@@ -59,6 +59,20 @@ def test_a_penalty_has_no_gradient_at_its_least(name):
     # It can fail: elsewhere every parameter has one.
     for leaf in jax.tree.leaves(gradients(q, posterior(name, seed=1))):
         assert (leaf != 0).mean() > 0.9
+
+
+def test_a_proximal_step_leaves_the_centre_where_it_is():
+    centre = posterior("quadratic")
+
+    @jax.jit
+    def run(params, centre):
+        penalty = Quadratic(centre, 3.7)
+        return penalty.gradient(params), penalty.proximal(params, 0.3)
+
+    gradient, after = run(centre, jax.tree.map(jnp.array, centre))
+    for leaf in jax.tree.leaves(gradient):
+        np.testing.assert_array_equal(leaf, 0)
+    jax.tree.map(np.testing.assert_array_equal, after, centre)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
