@@ -59,7 +59,7 @@ def federation(method: str, model: str):
     hidden = {"hidden": (FLAGS.hidden,)} if model == "mlp" else {}
     network = nn.build(model, classes=CLASSES, input_shape=shape, **hidden)
     optimizer = "sgd" if method == "fedavg" else FLAGS.optimizer
-    rate = 0.1 if optimizer == "sgd" else 1e-3
+    rate = 0.01 if optimizer == "sgd" else 1e-3
     training = LocalTraining(1, BATCH, rate, optimizer=optimizer)
     data = random_clients(CLIENTS, EXAMPLES, shape)
     known = [field.name for field in dataclasses.fields(algorithms.options_of(method))]

@@ -38,6 +38,8 @@ class Task(NamedTuple):
       finetuning: how a client personalises.
       clients: N, number of clients that hold training data and may take part.
       samples: |D|, number of training examples of those clients together.
+      smallest: training examples of the one of them that has the fewest; None: not
+        known, and taken to be the mean.
     """
 
     model: Model
@@ -45,6 +47,7 @@ class Task(NamedTuple):
     finetuning: LocalTraining
     clients: int
     samples: int
+    smallest: int | None = None
 
     @classmethod
     def of(
@@ -82,10 +85,12 @@ class Task(NamedTuple):
         sizes = np.asarray(train.size)
         if candidates is not None:
             sizes = sizes[full(len(sizes), candidates).candidates]
-        clients, samples = int((sizes > 0).sum()), int(sizes.sum())
+        held = sizes[sizes > 0]
+        clients, samples = held.size, int(held.sum())
+        smallest = int(held.min()) if clients else None
         training = training or LocalTraining()
         finetuning = finetuning or LocalTraining(epochs=5, learning_rate=1e-3)
-        return cls(model, training, finetuning, clients, samples)
+        return cls(model, training, finetuning, clients, samples, smallest)
 
 
 class ClientOutput(NamedTuple):

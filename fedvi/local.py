@@ -15,6 +15,8 @@ __all__ = [
     "OPTIMIZERS",
     "Batch",
     "LocalTraining",
+    "Quadratic",
+    "check_stable",
     "cross_entropy",
     "fold_minibatches",
     "layerwise",
@@ -76,6 +78,10 @@ class LocalTraining(NamedTuple):
         if not callable(self.learning_rate):
             checks.positive("learning_rate", self.learning_rate)
 
+    def one_pass(self) -> "LocalTraining":
+        """All of a client's data once as they are, for what is no training."""
+        return LocalTraining(epochs=1, batch_size=self.batch_size)
+
     def learning_rate_at(self, round_index):
         """The learning rate in a round."""
         rate = self.learning_rate
@@ -101,6 +107,36 @@ class LocalTraining(NamedTuple):
 def unless_zero(momentum):
     """optax's argument: None, which keeps no velocity, for a momentum known to be 0."""
     return momentum if isinstance(momentum, jax.core.Tracer) or momentum else None
+
+
+def check_stable(training: LocalTraining, curvature, term: str) -> None:
+    """Refuses a term of a loss that SGD at this learning rate does not follow.
+
+    On a loss of curvature c the step θ <- θ - v, v <- β v + lr c θ, shrinks θ only if
+    lr c < 2 (1 + β): beyond, it grows without end. Other optimisers bound their steps
+    and pass, as does what JAX traces. A schedule is looked at in round 0.
+
+    Args:
+      training: learning rate, momentum and optimiser.
+      curvature: c, the term's largest second derivative at the start.
+      term: what the user set, for the message: "zeta=10.0".
+
+    Raises:
+      ValueError: lr c >= 2 (1 + β).
+    """
+    rate = training.learning_rate_at(0)
+    numbers = curvature, rate, training.momentum
+    traced = any(isinstance(number, jax.core.Tracer) for number in numbers)
+    if training.optimizer != "sgd" or traced:
+        return
+    most = 2 * (1 + training.momentum) / max(float(curvature), 1e-30)
+    if not rate < most:
+        raise ValueError(
+            f"{term} has a curvature of {float(curvature):.3g}, on which SGD with "
+            f"momentum={training.momentum} diverges from learning_rate={most:.3g} on, "
+            f"2 (1 + momentum) / curvature: learning_rate={float(rate):.3g} must be "
+            "smaller, or use optimizer='adam'"
+        )
 
 
 def layerwise(
@@ -254,6 +290,42 @@ def fold_minibatches(
     return jax.lax.fori_loop(0, -(-total // jnp.maximum(an_epoch, 1)), epoch, carry)
 
 
+class Quadratic(NamedTuple):
+    """A penalty ½ Σ_j w_j (θ_j - c_j)² of parameters θ.
+
+    Attributes:
+      centre: c, of θ's structure.
+      weight: w, of the same structure, or one number for all or for a part of it.
+    """
+
+    centre: Any
+    weight: Any
+
+    def value(self, params) -> jax.Array:
+        """[] the penalty at θ."""
+        terms = trees(self)._map(lambda w, p, c: jnp.sum(w * (p - c) ** 2), params)
+        return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
+
+    def gradient(self, params):
+        """w (θ - c)."""
+        return self._map(lambda w, p, c: w * (p - c), params)
+
+    def proximal(self, params, step_size):
+        """argmin_θ ½ Σ_j w_j (θ_j - c_j)² + ‖θ - params‖² / (2 step_size)."""
+
+        def step(w, p, c):
+            share = step_size * w / (1 + step_size * w)
+            return p + share * (c - p)
+
+        return self._map(step, params)
+
+    def _map(self, function, params):
+        def part(weight, params, centre):
+            return jax.tree.map(lambda p, c: function(weight, p, c), params, centre)
+
+        return jax.tree.map(part, self.weight, trees(params), self.centre)
+
+
 def minimise(
     key,
     round_index,
@@ -261,7 +333,7 @@ def minimise(
     data,
     training: LocalTraining,
     loss: Callable,
-    proximal: Callable | None = None,
+    penalty: Callable | None = None,
 ):
     """Minibatch descent of one client from `params`, its moments afresh.
 
@@ -273,32 +345,32 @@ def minimise(
       training: hyper-parameters.
       loss: `(key, params, Batch) -> scalar`, mean over the batch. It gets the layers,
         `trees(params)`.
-      proximal: optional `(params, step_size) -> params`, the proximal operator of a
-        penalty that is too stiff for gradient steps, applied after each step. The
-        step size handed to it is lr / (1 - momentum): heavy-ball momentum multiplies
-        every gradient by 1 / (1 - momentum) in the long run, and only with the same
-        factor is the fixed point that of loss + penalty. Only with SGD.
+      penalty: optional `(params) -> Quadratic` of the layers, added to the loss. If it
+        depends on where the parameters are, it is the quadratic that touches the true
+        penalty there from above (majorise-minimise, as in EM). With SGD each
+        step ends at its exact minimum beside the step's own result (a proximal step),
+        which is stable at any weight. Its step size is lr / (1 - momentum): heavy-ball
+        momentum multiplies every gradient by 1 / (1 - momentum) in the long run, and
+        only with the same factor is the fixed point that of loss + penalty. Other
+        optimisers are given the gradient of the sum.
 
     Returns:
-      (trained params, mean loss over the steps).
-
-    Raises:
-      ValueError: `proximal` with another optimiser than SGD.
+      (trained params, mean of the loss without the penalty over the steps).
     """
-    if proximal is not None and training.optimizer != "sgd":
-        raise ValueError(
-            f"optimizer={training.optimizer!r} has no proximal step: use 'sgd'"
-        )
+    exact = training.optimizer == "sgd"
     optimizer = training.optimizer_at(round_index)
     step_size = training.learning_rate_at(round_index) / (1 - training.momentum)
 
     def step(key, carry, batch):
         layers, moments, total = carry
         value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
+        if penalty is not None and not exact:
+            pull = penalty(layers).gradient(layers)
+            gradients = jax.tree.map(jnp.add, gradients, pull)
         updates, moments = optimizer.update(gradients, moments, layers)
         layers = optax.apply_updates(layers, updates)
-        if proximal is not None:
-            layers = proximal(layers, step_size)
+        if penalty is not None and exact:
+            layers = penalty(layers).proximal(layers, step_size)
         return layers, moments, total + value
 
     # An SGD step on the vector would copy it twice more: into slices for the network,

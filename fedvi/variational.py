@@ -5,7 +5,7 @@ What the mean-field algorithms share. A `Family` says what a posterior is, a
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import distrax
@@ -14,16 +14,19 @@ import jax.numpy as jnp
 
 from fedvi.algorithm import Algorithm
 from fedvi.distributions import mean_field, spike_and_slab
+from fedvi.distributions.tree import with_head
 from fedvi.flat import trees
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 from fedvi.placement import device_memory
 
 __all__ = [
+    "Average",
     "BayesianNetwork",
     "Family",
     "Sampling",
     "bernoulli_gaussian",
+    "frozen_head",
     "mean_field_normal",
     "posterior_estimate",
 ]
@@ -31,6 +34,19 @@ __all__ = [
 
 # Of a prediction: thousands of draws shall not need thousands of times the activations.
 _DRAWS_AT_ONCE = 32
+
+
+class Average(NamedTuple):
+    """What the server takes for the average of posteriors.
+
+    Attributes:
+      statistics: `(q, near) -> pytree` of floats whose mean over clients is asked for;
+        `near` is a posterior that clients and server know, to which they refer.
+      posterior: `(mean statistics, near) -> w`; `near` itself where all are.
+    """
+
+    statistics: Callable[..., Any]
+    posterior: Callable[..., Any]
 
 
 class Family(NamedTuple):
@@ -42,9 +58,8 @@ class Family(NamedTuple):
       conditional: `(key, q) -> (mean, scale)`, pytrees like `params`: given what `q`
         draws first (gates, if it has any), the weights are N(mean, scale²).
       kl: `(q, p) ->` KL(q ‖ p) in nats.
-      moments: `(q, near) -> statistics` whose mean over clients `from_moments` takes;
-        `near` is a posterior that clients and server know, to which they refer.
-      from_moments: `(mean statistics, near) -> w`, which minimises Σ_i KL(q_i ‖ w).
+      averages: by name, those that are no mean of the parameters; that of "moments"
+        minimises Σ_i KL(q_i ‖ w).
       distribution: `(q) -> distrax.Distribution` over the tree of layers.
     """
 
@@ -52,8 +67,7 @@ class Family(NamedTuple):
     sample: Callable[..., Any]
     conditional: Callable[..., tuple[Any, Any]]
     kl: Callable[..., jax.Array]
-    moments: Callable[..., Any]
-    from_moments: Callable[..., Any]
+    averages: Mapping[str, Average]
     distribution: Callable[[Any], distrax.Distribution]
 
 
@@ -64,23 +78,12 @@ def mean_field_normal(rho: float, link: mean_field.Link = "softplus") -> Family:
       rho: initial unconstrained scale.
       link: "softplus" or "exp".
     """
-
-    def moments(q, near):
-        statistics = mean_field.moments(q, near.mu)
-        del statistics["mass"]  # 1 for all
-        return statistics
-
-    def from_moments(statistics, near):
-        mass = jax.tree.map(jnp.ones_like, near.mu)
-        return mean_field.from_moments({**statistics, "mass": mass}, near.mu, link)
-
     return Family(
         init=lambda params: mean_field.from_rho(params, rho, link),
         sample=mean_field.sample,
         conditional=lambda key, q: (q.mu, mean_field.scale(q)),
         kl=mean_field.kl,
-        moments=moments,
-        from_moments=from_moments,
+        averages={"moments": Average(mean_field.moments, mean_field.from_moments)},
         distribution=mean_field.distribution,
     )
 
@@ -109,11 +112,44 @@ def bernoulli_gaussian(rho: float, inclusion: float, temperature: float) -> Fami
         ),
         conditional=conditional,
         kl=spike_and_slab.kl,
-        moments=lambda q, near: spike_and_slab.moments(q, near.slab.mu),
-        from_moments=lambda statistics, near: spike_and_slab.from_moments(
-            statistics, near.slab.mu
-        ),
+        averages={
+            "moments": Average(spike_and_slab.moments, spike_and_slab.from_moments),
+            "probabilities": Average(
+                spike_and_slab.probabilities, spike_and_slab.from_probabilities
+            ),
+        },
         distribution=spike_and_slab.distribution,
+    )
+
+
+def frozen_head(family: Family) -> Family:
+    """`family` over the body of a network whose random head stays as it is.
+
+    A posterior is `{"body": q, "head": weights}`: no noise, no KL and no gradient
+    reach the head. The averages are those of q.
+    """
+
+    def sample(key, q, eps_scale=1.0):
+        body = family.sample(key, q["body"], eps_scale)
+        return {"body": body, "head": jax.lax.stop_gradient(q["head"])}
+
+    def conditional(key, q):
+        mean, scale = family.conditional(key, q["body"])
+        head = jax.lax.stop_gradient(q["head"])
+        still = jax.tree.map(jnp.zeros_like, head)
+        return {"body": mean, "head": head}, {"body": scale, "head": still}
+
+    def distribution(q):
+        body = jax.eval_shape(lambda: family.sample(jax.random.key(0), q["body"], 1.0))
+        base = family.distribution(q["body"]).base
+        return with_head(base, {"body": body}, {"head": q["head"]})
+
+    return family._replace(
+        init=lambda params: {**params, "body": family.init(params["body"])},
+        sample=sample,
+        conditional=conditional,
+        kl=lambda q, p: family.kl(q["body"], p["body"]),
+        distribution=distribution,
     )
 
 

@@ -14,6 +14,8 @@ from fedvi.flat import Flat, flatten, trees
 from fedvi.local import (
     Batch,
     LocalTraining,
+    Quadratic,
+    check_stable,
     cross_entropy,
     fold_minibatches,
     layerwise,
@@ -125,27 +127,91 @@ def test_learning_rate_may_depend_on_the_round():
     assert training.learning_rate_at(4) == pytest.approx(0.02)
 
 
+RNG = np.random.default_rng(4)
+QUADRATIC = {
+    part: jax.tree.map(
+        jnp.float32, {"a": RNG.uniform(1, 3, (2, 3)), "b": [RNG.uniform(1, 3, 4)]}
+    )
+    for part in ("theta", "centre", "weight")
+}
+
+
+@pytest.mark.parametrize("shared", ["no", "all", "part"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_quadratic_is_what_it_says(shared, flat):
+    """Its value by NumPy, its gradient and its proximal step by autodiff."""
+    theta, centre, weight = QUADRATIC.values()
+    weight = {"no": weight, "all": 0.7, "part": {"a": 0.7, "b": weight["b"]}}[shared]
+    each = {
+        "a": 0.7 if shared != "no" else weight["a"],
+        "b": [0.7] if shared == "all" else weight["b"],
+    }
+
+    def by_hand(theta):
+        terms = jax.tree.map(
+            lambda t, c, w: 0.5 * jnp.sum(w * (t - c) ** 2), theta, centre, each
+        )
+        return sum(jax.tree.leaves(terms))
+
+    whole = flat and shared != "part"
+    penalty = Quadratic(
+        flatten(centre) if whole else centre,
+        flatten(weight) if whole and shared == "no" else weight,
+    )
+    given = flatten(theta) if whole else theta
+    np.testing.assert_allclose(penalty.value(given), by_hand(theta), rtol=1e-5)
+    penalty = trees(penalty)
+    chex.assert_trees_all_close(
+        penalty.gradient(theta), jax.grad(by_hand)(theta), rtol=1e-5
+    )
+
+    def beside(found):
+        near = jax.tree.map(lambda f, t: jnp.sum((f - t) ** 2), found, theta)
+        return by_hand(found) + sum(jax.tree.leaves(near)) / (2 * 0.6)
+
+    found = penalty.proximal(theta, 0.6)
+    zeros = jax.tree.map(jnp.zeros_like, theta)
+    chex.assert_trees_all_close(jax.grad(beside)(found), zeros, atol=1e-5)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_proximal_and_gradient_steps_have_the_same_fixed_point(momentum):
-    # ½(θ-1)² + w/2 θ² has its minimum at 1 / (1 + w), by either kind of step.
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_descent_ends_at_the_minimum_of_loss_and_penalty(momentum, optimizer):
+    """½ Σ a (θ-1)² + ½ Σ w (θ-c)² is least at (a + w c) / (a + w), w up to 1e5."""
     training = LocalTraining(
-        epochs=400, batch_size=1, learning_rate=0.05, momentum=momentum
+        1500, 1, learning_rate=0.05, momentum=momentum, optimizer=optimizer
     )
     data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
-    weight = 3.0
+    a, c = jnp.array([1.0, 4.0, 0.5]), jnp.array([0.0, -2.0, 3.0])
+    w = jnp.array([3.0, 0.0, 1e5 if optimizer == "sgd" else 20.0])
 
     def fit(key, theta, batch):
-        return 0.5 * jnp.square(theta - 1.0)
+        return 0.5 * jnp.sum(a * (theta - 1) ** 2)
 
-    def whole(key, theta, batch):
-        return fit(key, theta, batch) + 0.5 * weight * jnp.square(theta)
+    found, _ = minimise(
+        jax.random.key(0),
+        0,
+        jnp.zeros(3),
+        data,
+        training,
+        fit,
+        lambda p: Quadratic(c, w),
+    )
+    np.testing.assert_allclose(found, (a + w * c) / (a + w), rtol=2e-3)
 
-    def proximal(theta, step_size):
-        return theta / (1 + step_size * weight)
 
-    args = (jax.random.key(0), 0, jnp.float32(0.3), data, training)
-    np.testing.assert_allclose(minimise(*args, fit, proximal)[0], 0.25, rtol=1e-3)
-    np.testing.assert_allclose(minimise(*args, whole)[0], 0.25, rtol=1e-3)
+def test_the_penalty_never_narrows_the_stable_learning_rates():
+    """Eigenvalues of momentum step and proximal step on ½ a θ² + ½ w θ², lr a up to
+    its own bound 2 (1 + β): all within the unit circle for every w."""
+    for beta in (0.0, 0.5, 0.9):
+        for rate_curvature in np.linspace(1e-3, 1.999 * (1 + beta), 30):
+            for pull in np.logspace(-4, 8, 13):  # lr w / (1 - β)
+                kept = 1 / (1 + pull)
+                step = [
+                    [kept * (1 - rate_curvature), -kept * beta],
+                    [rate_curvature, beta],
+                ]
+                assert np.abs(np.linalg.eigvals(step)).max() < 1
 
 
 def test_augmentation_sees_raw_batches_and_its_own_keys():
@@ -316,13 +382,6 @@ def test_the_moments_do_not_depend_on_the_rate():
         jax.tree.map(np.testing.assert_array_equal, *moments)
 
 
-def test_a_proximal_step_needs_sgd():
-    training = LocalTraining(optimizer="adam")
-    data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
-    with pytest.raises(ValueError, match="optimizer='adam'"):
-        minimise(jax.random.key(0), 0, 0.0, data, training, None, lambda p, s: p)
-
-
 @pytest.mark.parametrize("field, value", [("optimizer", "lion"), ("steps", 0)])
 def test_a_bad_optimizer_or_number_of_steps_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
@@ -370,3 +429,29 @@ def test_a_client_may_be_trained_by_hand(task, train):
     server = algorithm.init(jax.random.key(0))
     output = algorithm.client_update(jax.random.key(1), 0, server, (), data)
     assert output.weight == 8 and 0 < output.metrics["loss"] < 9
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_the_bound_of_gradient_steps_is_where_they_begin_to_diverge(momentum):
+    """lr c < 2 (1 + β), by running them on either side of it."""
+    curvature = 40.0
+    most = 2 * (1 + momentum) / curvature
+    data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
+
+    def loss(key, theta, batch):
+        return 0.5 * curvature * jnp.square(theta)
+
+    @jax.jit
+    def left(rate):
+        training = LocalTraining(2000, 1, rate, momentum)
+        return minimise(jax.random.key(0), 0, jnp.float32(1.0), data, training, loss)[0]
+
+    assert abs(left(0.99 * most)) < 1e-3 and not abs(left(1.01 * most)) < 1e3
+    below = LocalTraining(learning_rate=0.99 * most, momentum=momentum)
+    above = below._replace(learning_rate=1.01 * most)
+    check_stable(below, curvature, "zeta=3.0")
+    check_stable(above._replace(optimizer="adam"), curvature, "zeta=3.0")
+    jax.eval_shape(lambda c: check_stable(above, c, "zeta=3.0"), 1.0)
+    with pytest.raises(ValueError, match=f"zeta=3.0 .*learning_rate={most:.3g} on"):
+        check_stable(above, curvature, "zeta=3.0")
+    check_stable(above, 0.0, "zeta=0.0")

@@ -185,7 +185,8 @@ def test_the_posterior_closest_to_one_is_itself(task, family):
 
     @jax.jit
     def closest():
-        same = family.from_moments(family.moments(q, near), near)
+        moments = family.averages["moments"]
+        same = moments.posterior(moments.statistics(q, near), near)
         return same, family.kl(q, same), family.kl(q, near)
 
     same, distance, far = closest()
@@ -199,7 +200,8 @@ def test_fedabmls_link_is_kept_by_the_moments():
     family = mean_field_normal(-2.0, "exp")
     near = family.init({"w": jnp.zeros(3)})
     assert near.link == "exp"
-    same = jax.jit(lambda: family.from_moments(family.moments(near, near), near))()
+    moments = family.averages["moments"]
+    same = jax.jit(lambda: moments.posterior(moments.statistics(near, near), near))()
     assert same.link == "exp"
     np.testing.assert_allclose(same.rho["w"], -2.0, rtol=1e-4)
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedvi.algorithm import Task
 from fedvi.algorithms.common import gradient_only
-from fedvi.local import LocalTraining, fold_minibatches, num_steps
+from fedvi.local import LocalTraining, check_stable, fold_minibatches, num_steps
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, Family, Sampling
 
@@ -21,6 +22,7 @@ __all__ = [
     "free_energy",
     "learner",
     "require_moving",
+    "require_stable",
     "summands",
 ]
 
@@ -73,6 +75,35 @@ def require_moving(name: str, weight: float, sent: str) -> None:
         )
 
 
+def require_stable(
+    task: Task, options: Alternating, name: str, sigma, w_moves: bool = True
+) -> None:
+    """Raises `ValueError` where SGD does not follow the KL term of every client.
+
+    weight/n KL(q ‖ w) has the curvature weight / (n σ²) in the means of either, and
+    twice that where both move, q against w. It is greatest on the client of the fewest
+    examples. The bound is that of the start: it falls where σ shrinks.
+
+    Args:
+      task: model, local training, population.
+      options: of the method.
+      name: of the one that is the KL term's weight.
+      sigma: σ, of all weights at the start.
+      w_moves: whether w makes steps of its own in training.
+    """
+    weight = getattr(options, name)
+    examples = task.smallest or task.samples / task.clients
+    term = f"{name}={weight} for a client of {examples:.4g} examples"
+    curvature = weight / (examples * sigma**2)
+    moving = w_moves and options.global_steps > 0
+    check_stable(task.training, (1 + moving) * curvature, term)
+    if moving:
+        w_training = at_rate(task.training, options.global_learning_rate)
+        check_stable(w_training, 2 * curvature, f"global_learning_rate: {term}")
+    if task.finetuning.epochs > 0:
+        check_stable(task.finetuning, curvature, f"in personalisation, {term}")
+
+
 def summands(family: Family, average: str, near, moved):
     """The statistics of an upload: itself, or the moments of the posterior behind it.
 
@@ -82,14 +113,14 @@ def summands(family: Family, average: str, near, moved):
     """
     if average == "parameters":
         return moved
-    return family.moments(optax.tree.add(near, moved), near)
+    return family.averages[average].statistics(optax.tree.add(near, moved), near)
 
 
 def averaged(family: Family, average: str, near, mean):
     """The average posterior, from the mean of the `summands` around `near`."""
     if average == "parameters":
         return optax.tree.add(near, mean)
-    return family.from_moments(mean, near)
+    return family.averages[average].posterior(mean, near)
 
 
 def free_energy(

@@ -11,7 +11,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.pfedbayes import Halves, PFedBayes, pfedbayes_of
+from fedvi.algorithms.pfedbayes import Halves, PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field
 from fedvi.distributions.mean_field import MeanField
@@ -23,7 +23,7 @@ from fedvi.variational import BayesianNetwork, mean_field_normal
 __all__ = ["BPFed", "bpfed", "half", "join", "split"]
 
 
-class BPFed(PFedBayes):
+class BPFed(PFedBayesKin):
     """Options of `bpfed`; what is said of w holds for π."""
 
     personal_part: str = option(
@@ -71,7 +71,7 @@ def bpfed(task: Task, options: BPFed) -> Algorithm:
       Eq. 10: min_q  -1/b Σ_j E_q[log p(y_j|x_j, φ, θ)] + ζ/n KL(q ‖ π)
       Eq. 11: min_π  ζ/n KL(q ‖ π)      (ζ = 1 there)
     and sends the shared half of π; the other half is its prior in its next round.
-    Server: average of the uploads.
+    Server: π(θ) <- (1 - β) π(θ) + β · average of the uploads, β = 1 in the paper.
     A client that never took part learns q(φ) only, by `task.finetuning`, one step a
     minibatch, under the shared q(θ) as it is.
 
@@ -89,7 +89,12 @@ def bpfed(task: Task, options: BPFed) -> Algorithm:
     model = split(task.model, options.personal_part)
     family = mean_field_normal(options.rho)
     family = family._replace(distribution=lambda q: _distribution(task.model, q))
-    halves = Halves(lambda q: half(q, "shared"), lambda q: half(q, "personal"), join)
+    halves = Halves(
+        shared=lambda q: half(q, "shared"),
+        own=lambda q: half(q, "personal"),
+        join=join,
+        adapts_own=True,
+    )
 
     def kl(q, prior):
         pair = (q, prior) if options.kl_direction == "forward" else (prior, q)

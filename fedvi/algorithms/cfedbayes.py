@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.pfedbayes import PFedBayes, pfedbayes_of
+from fedvi.algorithms.pfedbayes import PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.local import LocalTraining, fold_minibatches
 from fedvi.options import option
@@ -20,7 +20,7 @@ from fedvi.variational import BayesianNetwork, mean_field_normal
 __all__ = ["CFedBayes", "cfedbayes", "data_loss"]
 
 
-class CFedBayes(PFedBayes):
+class CFedBayes(PFedBayesKin):
     """Options of `cfedbayes`; the clusters are compared with `mc_samples` draws."""
 
     clusters: int = option(2, "K, at most the number of clients.", at_least=1)
@@ -118,12 +118,11 @@ def cfedbayes(task: Task, options: CFedBayes) -> Algorithm:
 
 def data_loss(key, network: BayesianNetwork, data, training: LocalTraining, u):
     """E_u[-log p(D_i | θ)], estimated by draws that depend on the key only."""
-    once = training._replace(epochs=1, steps=None, augment=None)
 
     def add(key, total, batch):
         return total + batch.mask.sum() * network.loss(key, u, batch)
 
-    return fold_minibatches(key, data, once, add, jnp.zeros(()))
+    return fold_minibatches(key, data, training.one_pass(), add, jnp.zeros(()))
 
 
 def _at(server, cluster):

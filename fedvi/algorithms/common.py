@@ -1,17 +1,20 @@
-"""What the algorithm files share: the classification loss, prediction, fine-tuning."""
+"""What the algorithm files share: loss, prediction, fine-tuning, a frozen head."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.flat import trees
 from fedvi.local import minimise
 from fedvi.nn import Model, parameter_count
+from fedvi.options import Options, option
 
 __all__ = [
+    "Head",
+    "check_trained",
     "classification_loss",
     "finetune",
     "gradient_only",
@@ -19,20 +22,38 @@ __all__ = [
     "normal_init",
     "plain_loss",
     "point_estimate",
-    "quadratic_penalty",
-    "quadratic_pull",
-    "require_body",
+    "split_head",
     "train_from",
 ]
 
 
-def require_body(task: Task, algorithm: str) -> None:
-    """Raises `ValueError` if the model is all head, which `algorithm` freezes."""
-    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
-    if not parameter_count(shapes["body"]):
+class Head(Options):
+    """Option of methods whose clients may leave the last layer alone in training."""
+
+    head: Literal["frozen", "trained"] = option(
+        "frozen",
+        "The network's last layer, until personalisation. frozen: as it was "
+        "initialised; trained: learned, sent and averaged like the body, and part of "
+        "whatever holds for it (posterior, penalty, dropout).",
+        source="FedBABU; FedHB §6",
+    )
+
+
+def split_head(params, options: Head) -> tuple[dict, dict]:
+    """(what the clients train, what stays as it is) of `{"body", "head"}`."""
+    if options.head == "trained":
+        return params, {}
+    return {"body": params["body"]}, {"head": params["head"]}
+
+
+def check_trained(task: Task, options: Head, algorithm: str) -> None:
+    """Raises `ValueError` if the model is all head, and the head frozen."""
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    if not parameter_count(split_head(params, options)[0]):
         raise ValueError(
-            f"model={task.model.name!r} has no body and {algorithm} trains only the "
-            "body: use a model with hidden layers, or fedavg or fedprox"
+            f"model={task.model.name!r} has no body, and with head='frozen' "
+            f"{algorithm} trains nothing else: use a model with hidden layers, or "
+            "head='trained'"
         )
 
 
@@ -53,26 +74,6 @@ def normal_init(model: Model, key, std: float | None):
 def log_probabilities(model: Model, params, x, mask=None):
     """Log class probabilities `[batch, classes]`."""
     return jax.nn.log_softmax(model.apply(params, x, mask))
-
-
-def quadratic_penalty(params, centre, precision):
-    """½ Σ_j w_j (θ_j - μ_j)² over a pytree.
-
-    Args:
-      params: θ.
-      centre: μ, same structure.
-      precision: w, same structure, or one number for all.
-    """
-    params, centre, precision = trees((params, centre, precision))
-    if jax.tree_util.all_leaves([precision]):  # one number for all
-        precision = jax.tree.map(lambda _: precision, params)
-    terms = jax.tree.map(
-        lambda p, c, w: jnp.sum(w * jnp.square(p - c)),
-        params,
-        centre,
-        precision,
-    )
-    return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
 
 
 def gradient_only(penalty: Callable) -> Callable:
@@ -99,10 +100,6 @@ def gradient_only(penalty: Callable) -> Callable:
 
     pull.defvjp(forward, backward)
     return pull
-
-
-quadratic_pull = gradient_only(quadratic_penalty)
-"""`quadratic_penalty` for descent."""
 
 
 def point_estimate(

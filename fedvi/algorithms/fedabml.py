@@ -19,10 +19,12 @@ from fedvi.algorithms.alternating import (
     free_energy,
     learner,
     require_moving,
+    require_stable,
     summands,
 )
 from fedvi.algorithms.common import normal_init
 from fedvi.algorithms.registry import builder
+from fedvi.distributions.mean_field import initial_scale
 from fedvi.flat import in_one_piece
 from fedvi.local import minimise
 from fedvi.options import option
@@ -113,6 +115,7 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
             f"batch_size={task.training.batch_size} with theta_update='meta' leaves no "
             "example to ask about: use at least 2"
         )
+    _require_stable(task, options)
     family = mean_field_normal(options.nu, "exp")
     network = BayesianNetwork(task.model, family, options)
 
@@ -175,6 +178,17 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
             family, options.average, server.prior, upload
         ),
     )
+
+
+def _require_stable(task: Task, options: FedABML) -> None:
+    """Refuses steps of φ or θ that the KL term would throw off."""
+    sigma, update = initial_scale(options.nu, "exp"), options.theta_update
+    require_stable(task, options, "kl_weight", sigma, w_moves=update == "alternate")
+    if update == "meta":  # φ's steps are plain ones
+        plain = at_rate(task.training, options.inner_learning_rate)
+        inner = plain._replace(optimizer="sgd", momentum=0.0)
+        task = task._replace(training=inner)
+        require_stable(task, options, "kl_weight", sigma, w_moves=False)
 
 
 def loss_after_adaptation(objective, steps: int, rate):

@@ -8,43 +8,50 @@ import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
+    Head,
+    check_trained,
     classification_loss,
     point_estimate,
-    require_body,
+    split_head,
 )
 from fedvi.algorithms.registry import builder
 from fedvi.local import minimise
-from fedvi.options import Options
 
-__all__ = ["fedbabu"]
+__all__ = ["FedBABU", "fedbabu"]
 
 
-@builder()
-def fedbabu(task: Task, options: Options) -> Algorithm:
+class FedBABU(Head):
+    """Options of `fedbabu`."""
+
+
+@builder(FedBABU)
+def fedbabu(task: Task, options: FedBABU) -> Algorithm:
     """Builds FedBABU.
 
     Clients train the body only, the server averages the bodies uniformly, and the
-    head stays as it was initialised; personalisation trains both.
+    head stays as it was initialised; personalisation trains both. `head=trained` leaves
+    of it what is FedAvg, averaged uniformly.
 
     Server state: `{"body": ..., "head": ...}`.
 
     Raises:
-      ValueError: a model without a body.
+      ValueError: a model without a body, and nothing else to train.
     """
-    require_body(task, "fedbabu")
+    check_trained(task, options, "fedbabu")
 
     def client_update(key, round_index, server, client, data):
-        def loss(key, body, batch):
-            return classification_loss(task.model, {**server, "body": body}, batch)
+        start, frozen = split_head(server, options)
 
-        body, value = minimise(
-            key, round_index, server["body"], data, task.training, loss
-        )
-        moved = optax.tree.sub(body, server["body"])
+        def loss(key, learned, batch):
+            return classification_loss(task.model, {**frozen, **learned}, batch)
+
+        learned, value = minimise(key, round_index, start, data, task.training, loss)
+        moved = optax.tree.sub(learned, start)
         return ClientOutput(moved, 1.0, metrics={"loss": value})
 
     def server_update(key, round_index, server, aggregate):
-        return {**server, "body": optax.tree.add(server["body"], aggregate.mean())}
+        learned, frozen = split_head(server, options)
+        return {**frozen, **optax.tree.add(learned, aggregate.mean())}
 
     return point_estimate(
         "fedbabu",

@@ -13,16 +13,18 @@ from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
+    Head,
+    check_trained,
     classification_loss,
     log_probabilities,
-    require_body,
+    split_head,
 )
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mixture
 from fedvi.distributions.tree import Tree, with_head
 from fedvi.flat import trees
-from fedvi.local import fold_minibatches, minimise
-from fedvi.options import Options, option
+from fedvi.local import Quadratic, fold_minibatches, minimise
+from fedvi.options import option
 
 __all__ = ["FedHBMixture", "Server", "fedhb_mixture"]
 
@@ -31,18 +33,19 @@ class Server(NamedTuple):
     """Server state.
 
     Attributes:
-      prototypes: r, the K bodies, leaves `[components, ...]`.
-      head: the frozen random head, shared by all prototypes; outside the penalty.
+      prototypes: r, K times what is learned, `{"body"}` or all, leaves
+        `[components, ...]`.
+      frozen: `{"head"}`, shared by all prototypes and outside the penalty, or `{}`.
       gate: β, `{"body", "head"}` of the gating network, K outputs. Its head is random
-        and frozen as well (the paper's footnote 9).
+        and frozen as well (the paper's footnote 9), or trained as well.
     """
 
     prototypes: Any
-    head: Any
+    frozen: Any
     gate: Any
 
 
-class FedHBMixture(Options):
+class FedHBMixture(Head):
     """Options of `fedhb_mixture`."""
 
     components: int = option(2, "K, prototypes.", source="FedHB §6", at_least=1)
@@ -94,49 +97,66 @@ def fedhb_mixture(task: Task, options: FedHBMixture) -> Algorithm:
 
     Client (Eq. 22, batch mean and 1/|D_i|):
       min_m  CE(m) - s/|D_i| log Σ_j exp(-‖m - r_j‖² / 2σ²)
+    whose second term SGD takes as a proximal step on the quadratic that EM puts above
+    it, s/(2σ²|D_i|) ‖m - Σ_j c_j r_j‖² with the c of where m is: it has the same
+    gradient there, is exact for K = 1, and stable at any strength.
     Server (Eq. 24, Alg. 4): one EM step on Σ c_j and Σ c_j (m_i - r_j). A client sends
     c, its nearest prototype's number and m_i less that prototype.
     Prediction (Eq. 82): Σ_j g_j(x) p(y|x, r_j), the gate g trained by FedAvg to tell
     which prototype is nearest to the model of the client that x came from.
     Personalisation (Eq. 84): the client's objective, body and head.
+    m is all that is learned: the body, or with head=trained all weights.
+
+    Metrics: `loss`, the mean of CE(m) over the local steps; `penalty`, the second term
+    of Eq. 22 after the last of them; the gate's mean loss; the client's c.
 
     Raises:
-      ValueError: a model without a body.
+      ValueError: a model of a frozen head alone.
     """
-    require_body(task, "fedhb_mixture")
+    check_trained(task, options, "fedhb_mixture")
     model, gate_model = task.model, task.model.with_classes(options.components)
 
     def init(key):
         base_key, gate_key, *keys = jax.random.split(key, 2 + options.components)
-        base = model.init(base_key)
-        others = jax.vmap(lambda k: model.init(k)["body"])(jnp.stack(keys))
+        base, frozen = split_head(model.init(base_key), options)
+        others = jax.vmap(lambda k: split_head(model.init(k), options)[0])(
+            jnp.stack(keys)
+        )
         prototypes = jax.tree.map(
             lambda r, other: r[None] + options.init_spread * (other - r[None]),
-            base["body"],
+            base,
             others,
         )
-        return Server(prototypes, base["head"], gate_model.init(gate_key))
+        return Server(prototypes, frozen, gate_model.init(gate_key))
 
     def client_update(key, round_index, server, client, data):
         body_key, gate_key, start_key = jax.random.split(key, 3)
-        start = {"body": start_body(task, options, start_key, server, data)}
+        start = first_model(task, options, start_key, server, data)
         trained, value = train(
             task, task.training, options, body_key, round_index, server, start, data
         )
-        body = trained["body"]
-        shares = mixture.responsibilities(body, server.prototypes, options.variance)
+        shares = mixture.responsibilities(trained, server.prototypes, options.variance)
         nearest = jnp.argmax(shares).astype(jnp.int32)
+        old_gate, fixed = split_head(server.gate, options)
         gate, gate_value = train_gate(
-            gate_model, task.training, gate_key, round_index, server.gate, nearest, data
+            gate_model,
+            task.training,
+            gate_key,
+            round_index,
+            old_gate,
+            fixed,
+            nearest,
+            data,
         )
         upload = {
             "nearest": nearest,
             "mass": shares,
-            "body": optax.tree.sub(body, prototype(server, nearest)),
-            "gate": optax.tree.sub(gate, server.gate["body"]),
+            "model": optax.tree.sub(trained, prototype(server, nearest)),
+            "gate": optax.tree.sub(gate, old_gate),
         }
         metrics = {
             "loss": value,
+            "penalty": penalty(options, server, trained, data.size),
             "gate_loss": gate_value,
             "largest_share": shares.max(),
         }
@@ -145,8 +165,8 @@ def fedhb_mixture(task: Task, options: FedHBMixture) -> Algorithm:
 
     def personalise(key, server, client, data):
         train_key, start_key = jax.random.split(key)
-        body = start_body(task, options, start_key, server, data)
-        start = {"body": body, "head": server.head}
+        learned = first_model(task, options, start_key, server, data)
+        start = {**server.frozen, **learned}
         return train(task, task.finetuning, options, train_key, 0, server, start, data)[
             0
         ]
@@ -154,8 +174,8 @@ def fedhb_mixture(task: Task, options: FedHBMixture) -> Algorithm:
     def global_predictive(key, server, x, mask):
         log_gate = log_probabilities(gate_model, server.gate, x, mask)
 
-        def predict(body):
-            params = {"body": body, "head": server.head}
+        def predict(learned):
+            params = {**server.frozen, **learned}
             return log_probabilities(model, params, x, mask)
 
         log_experts = jax.lax.map(predict, server.prototypes)
@@ -185,31 +205,30 @@ def prototype(server: Server, j):
     return jax.tree.map(lambda r: r[j], server.prototypes)
 
 
-def penalty(options: FedHBMixture, server: Server, body, size):
+def penalty(options: FedHBMixture, server: Server, learned, size):
     """-s/|D_i| log Σ_j exp(-‖m - r_j‖² / 2σ²) (Eq. 22)."""
-    log_prior = mixture.log_prior(body, server.prototypes, options.variance)
+    log_prior = mixture.log_prior(learned, server.prototypes, options.variance)
     return -options.penalty_scale * log_prior / jnp.maximum(size, 1)
 
 
-def start_body(task: Task, options: FedHBMixture, key, server: Server, data):
+def first_model(task: Task, options: FedHBMixture, key, server: Server, data):
     """Where a client's m_i starts."""
     if options.start == "centre":
         return jax.tree.map(lambda r: r.mean(0), server.prototypes)
     losses = jax.lax.map(
-        lambda body: total_loss(task, key, {"body": body, "head": server.head}, data),
+        lambda learned: total_loss(task, key, {**server.frozen, **learned}, data),
         server.prototypes,
     )
     return prototype(server, jnp.argmin(losses))
 
 
 def total_loss(task: Task, key, params, data):
-    """Cross-entropy of one model, summed over one client's training data."""
-    once = task.training._replace(epochs=1, augment=None)
+    """Cross-entropy of one model, summed over all of one client's training data."""
 
     def add(key, total, batch):
         return total + batch.mask.sum() * classification_loss(task.model, params, batch)
 
-    return fold_minibatches(key, data, once, add, jnp.zeros(()))
+    return fold_minibatches(key, data, task.training.one_pass(), add, jnp.zeros(()))
 
 
 def train(
@@ -218,27 +237,37 @@ def train(
     """Descent of one client on Eq. 22: (trained params, mean loss).
 
     Args:
-      start: the parameters to train, the "body" and, in Eq. 84, the "head" too.
+      start: the parameters to train, in Eq. 84 a head that was frozen too.
     """
-
-    near = server._replace(prototypes=trees(server.prototypes))
+    prototypes = trees(server.prototypes)
+    weight = options.penalty_scale / (options.variance * jnp.maximum(data.size, 1))
 
     def loss(key, params, batch):
-        params = {"head": server.head, **params}
-        fit = classification_loss(task.model, params, batch)
-        return fit + penalty(options, near, params["body"], data.size)
+        return classification_loss(task.model, {**server.frozen, **params}, batch)
 
-    return minimise(key, round_index, start, data, training, loss)
+    def near(params):
+        learned = {part: params[part] for part in prototypes}
+        centre = mixture.expected(learned, prototypes, options.variance)
+        # A head outside the prototypes has no prior.
+        weights = {part: weight if part in prototypes else 0.0 for part in params}
+        return Quadratic({**params, **centre}, weights)
+
+    return minimise(key, round_index, start, data, training, loss, near)
 
 
-def train_gate(gate_model, training, key, round_index, gate, nearest, data):
-    """SGD of the gate's body, every example labelled `nearest`: (body, mean loss)."""
+def train_gate(gate_model, training, key, round_index, gate, fixed, nearest, data):
+    """SGD of the gate, every example labelled `nearest`: (what is learned, mean loss).
 
-    def loss(key, body, batch):
+    Args:
+      gate: what is learned of it.
+      fixed: what is not.
+    """
+
+    def loss(key, gate, batch):
         labelled = batch._replace(y=jnp.full_like(batch.y, nearest))
-        return classification_loss(gate_model, {**gate, "body": body}, labelled)
+        return classification_loss(gate_model, {**fixed, **gate}, labelled)
 
-    return minimise(key, round_index, gate["body"], data, training, loss)
+    return minimise(key, round_index, gate, data, training, loss)
 
 
 def statistics(server: Server, upload: dict) -> dict:
@@ -248,7 +277,7 @@ def statistics(server: Server, upload: dict) -> dict:
     def moved(r, own, moved):
         return jax.vmap(lambda c, r: c * (moved + (own - r)))(upload["mass"], r)
 
-    by_prototype = jax.tree.map(moved, server.prototypes, own, upload["body"])
+    by_prototype = jax.tree.map(moved, server.prototypes, own, upload["model"])
     return {"mass": upload["mass"], "moved": by_prototype, "gate": upload["gate"]}
 
 
@@ -263,18 +292,23 @@ def server_update(options: FedHBMixture, server: Server, aggregate) -> Server:
         participants=aggregate.participants,
         population=aggregate.population,
     )
-    gate_body = optax.tree.add(server.gate["body"], aggregate.mean()["gate"])
-    return Server(prototypes, server.head, {**server.gate, "body": gate_body})
+    gate, fixed = split_head(server.gate, options)
+    gate = optax.tree.add(gate, aggregate.mean()["gate"])
+    return Server(prototypes, server.frozen, {**fixed, **gate})
 
 
 def posterior(options: FedHBMixture, server: Server) -> Tree:
     """p(θ|r), Gaussians around the prototypes (Eq. 20), and the frozen head."""
-    body = mixture.distribution(server.prototypes, options.variance)
-    return with_head(body, {"body": prototype(server, 0), "head": server.head})
+    base = mixture.distribution(server.prototypes, options.variance)
+    return with_head(base, prototype(server, 0), server.frozen)
 
 
 def personal_posterior(options: FedHBMixture, params) -> Tree:
-    """v(θ) = N(m, ε² I) around the personalised body (Eq. 83), and its head."""
-    mean = ravel_pytree(params["body"])[0]
-    body = distrax.Independent(distrax.Normal(mean, options.epsilon), 1)
-    return with_head(body, params)
+    """v(θ) = N(m, ε² I) around the personalised model (Eq. 83).
+
+    A head that was frozen in training has no spread.
+    """
+    learned, head = split_head(params, options)
+    mean = ravel_pytree(learned)[0]
+    base = distrax.Independent(distrax.Normal(mean, options.epsilon), 1)
+    return with_head(base, learned, head)

@@ -11,21 +11,21 @@ import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
+    Head,
+    check_trained,
     classification_loss,
     log_probabilities,
     point_estimate,
-    quadratic_penalty,
-    quadratic_pull,
-    require_body,
+    split_head,
 )
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import dropout, normal_inverse_wishart
 from fedvi.distributions.normal_inverse_wishart import NIW, NIWHyper
 from fedvi.distributions.tree import Tree, with_head
 from fedvi.flat import trees
-from fedvi.local import LocalTraining, minimise
+from fedvi.local import LocalTraining, Quadratic, minimise
 from fedvi.nn import parameter_count
-from fedvi.options import Options, option
+from fedvi.options import option
 
 __all__ = ["FedHBNIW", "Server", "fedhb_niw"]
 
@@ -34,24 +34,23 @@ class Server(NamedTuple):
     """Server state.
 
     Attributes:
-      posterior: NIW(mean m_0, scale V_0) over the body's parameters.
-      head: the frozen random head; outside d, m_0, V_0 and the penalty.
+      posterior: NIW(mean m_0, scale V_0) over what is learned, `{"body"}` or all.
+      frozen: `{"head"}`, outside d, m_0, V_0 and the penalty, or `{}`.
     """
 
     posterior: NIW
-    head: Any
+    frozen: Any
 
 
-class FedHBNIW(Options):
+class FedHBNIW(Head):
     """Options of `fedhb_niw`."""
 
     covariance: Literal["per_weight", "joint"] = option(
         "per_weight",
-        "One covariance for all weights, or one for each. joint is the paper's literal "
-        "formula, d = number of body parameters; its penalty coefficient is about "
-        "d/|D_i|, far beyond what gradient steps can follow, so it is taken as an "
-        "exact proximal step. per_weight is an independent normal-inverse-gamma for "
-        "each weight, d = 1, by gradient steps.",
+        "One covariance for all weights, or one for each. joint: d = number of learned "
+        "weights, a penalty about d/|D_i| strong; with penalty_scale=1, prior_mean=zero"
+        " and prediction=sample it is the paper's literal formula. per_weight: an "
+        "independent normal-inverse-gamma for each weight, d = 1.",
     )
     prior_mean: Literal["zero", "previous"] = option(
         "previous",
@@ -102,41 +101,43 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
 
     Client (Eq. 17), batch mean and 1/|D_i|, m̃ a draw of the spiky mixture (Eq. 16):
       min_m  CE(m̃) + s·p (n_0 + d + 1) / (2 |D_i|) Σ_j (m - m_0)_j² / V_0j
+    whose second term SGD takes as an exact proximal step, stable at any strength.
     Server (Eq. 18, with N/N_f of Alg. 3): closed form from Σδ_i and Σδ_i² of what is
     sent, δ_i = m_i - m_0.
     Prediction (Eq. 19): Student-t around m_0, or its mode m_0.
     Personalisation (Eq. 46): the client's objective, body and head.
+    m is all that is learned: the body, or with head=trained all weights.
 
     Metrics: `loss`, the mean of CE(m̃) over the local steps; `penalty`, the second term
     of Eq. 17 after the last of them.
 
     Raises:
-      ValueError: `num_samples` without samples, or a model without a body.
+      ValueError: `num_samples` without samples, or a model of a frozen head
+        alone.
     """
     if options.num_samples > 1 and options.prediction == "mode":
         raise ValueError(
             f"num_samples={options.num_samples} has no effect with prediction='mode': "
             "give prediction='sample'"
         )
-    require_body(task, "fedhb_niw")
+    check_trained(task, options, "fedhb_niw")
     hyper = sizes(task, options)
 
     def init(key):
-        params = task.model.init(key)
-        zeros = optax.tree.zeros_like(params["body"])
+        learned, frozen = split_head(task.model.init(key), options)
+        zeros = optax.tree.zeros_like(learned)
         # V_0 before any client was seen: Eq. 18 without scatter.
         unseen = server_posterior(hyper, options, zeros, zeros, zeros)
-        return Server(NIW(params["body"], unseen.scale), params["head"])
+        return Server(NIW(learned, unseen.scale), frozen)
 
     def client_update(key, round_index, server, client, data):
-        centre, weights = penalty(hyper, options, server, data)
-        start = {"body": centre}
+        centre, near = server.posterior.mean, penalty(hyper, options, server, data)
         trained, value = train(
-            task, task.training, options, key, round_index, server, start, weights, data
+            task, task.training, options, key, round_index, server, centre, near, data
         )
-        left = quadratic_penalty(trained["body"], centre, weights)
-        moved = optax.tree.sub(trained["body"], centre)
-        return ClientOutput(moved, 1.0, metrics={"loss": value, "penalty": left})
+        moved = optax.tree.sub(trained, centre)
+        metrics = {"loss": value, "penalty": near.value(trained)}
+        return ClientOutput(moved, 1.0, metrics=metrics)
 
     def server_update(key, round_index, server, aggregate):
         # Σ over all N clients, estimated from the N_f participants (Alg. 3).
@@ -155,9 +156,11 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
         return jax.lax.map(lambda p: log_probabilities(task.model, p, x, mask), draws)
 
     def personalise(key, server, client, data):
-        _, weights = penalty(hyper, options, server, data)
+        near = penalty(hyper, options, server, data)
+        if server.frozen:  # A head outside the posterior has no prior.
+            near = Quadratic(trees(mode(server)), {**near.weight, "head": 0.0})
         return train(
-            task, task.finetuning, options, key, 0, server, mode(server), weights, data
+            task, task.finetuning, options, key, 0, server, mode(server), near, data
         )[0]
 
     return point_estimate(
@@ -177,22 +180,23 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
 
 def sizes(task: Task, options: FedHBNIW) -> NIWHyper:
     """|D|, N and d."""
-    body = jax.eval_shape(task.model.init, jax.random.key(0))["body"]
-    dimension = parameter_count(body) if options.covariance == "joint" else 1
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    learned, _ = split_head(params, options)
+    dimension = parameter_count(learned) if options.covariance == "joint" else 1
     return NIWHyper(task.samples, task.clients, dimension)
 
 
 def mode(server: Server) -> dict:
     """The parameters at m_0."""
-    return {"body": server.posterior.mean, "head": server.head}
+    return {**server.frozen, **server.posterior.mean}
 
 
-def penalty(hyper: NIWHyper, options: FedHBNIW, server: Server, data):
-    """Centre and weights of a client's penalty ½ Σ_j w_j (m - m_0)_j² (Eq. 17)."""
+def penalty(hyper: NIWHyper, options: FedHBNIW, server: Server, data) -> Quadratic:
+    """A client's penalty on what is learned, of centre m_0 (Eq. 17)."""
     centre, scale = server.posterior
     keep = dropout.keep_probabilities(centre, 1 - options.p_drop)
-    weights = normal_inverse_wishart.penalty_precision(hyper, scale, keep, data.size)
-    return centre, optax.tree.scale(options.penalty_scale, weights)
+    weight = normal_inverse_wishart.penalty_precision(hyper, scale, keep, data.size)
+    return trees(Quadratic(centre, optax.tree.scale(options.penalty_scale, weight)))
 
 
 def train(
@@ -203,47 +207,29 @@ def train(
     round_index,
     server: Server,
     start: dict,
-    weights,
+    near: Quadratic,
     data,
 ):
     """Descent of one client on Eq. 17: (trained params, mean loss).
 
     Args:
-      start: the parameters to train, m_0 as "body" and, in Eq. 46, the "head" too.
-      weights: of the penalty.
+      start: the parameters to train: m_0, in Eq. 46 with a frozen head that too.
+      near: the penalty on them.
     """
-    joint = options.covariance == "joint"
-    centre, weights = trees((server.posterior.mean, weights))
 
     def loss(key, params, batch):
-        params = {"head": server.head, **params}
-        value = spiky_loss(task.model, options, key, params, batch)
-        return (
-            value if joint else value + quadratic_pull(params["body"], centre, weights)
-        )
+        params = {**server.frozen, **params}
+        spiky = {part: params[part] for part in server.posterior.mean}
+        return spiky_loss(task.model, options, key, params, spiky, batch)
 
-    def proximal(params, step_size):
-        body = proximal_step(centre, weights, params["body"], step_size)
-        return {**params, "body": body}
-
-    return minimise(
-        key, round_index, start, data, training, loss, proximal if joint else None
-    )
+    return minimise(key, round_index, start, data, training, loss, lambda params: near)
 
 
-def spiky_loss(model, options: FedHBNIW, key, params, batch):
-    """CE(m̃) on a batch, m̃ a draw of the spiky mixture around the body (Eq. 16)."""
+def spiky_loss(model, options: FedHBNIW, key, params, spiky, batch):
+    """CE(m̃) on a batch, m̃ a draw of the spiky mixture around `spiky` (Eq. 16)."""
     noise = options.epsilon if options.spike_noise else None
-    body = dropout.sample(key, params["body"], 1 - options.p_drop, noise)
-    return classification_loss(model, {**params, "body": body}, batch)
-
-
-def proximal_step(centre, precision, params, step_size):
-    """argmin_θ ½ Σ_j w_j (θ - μ)_j² + ‖θ - params‖² / (2 step_size), by layers."""
-    return jax.tree.map(
-        lambda p, c, w: (p + step_size * w * c) / (1 + step_size * w),
-        *trees((params, centre, precision)),
-    )
+    drawn = dropout.sample(key, spiky, 1 - options.p_drop, noise)
+    return classification_loss(model, {**params, **drawn}, batch)
 
 
 def statistics(server: Server, moved) -> dict:
@@ -268,12 +254,16 @@ def server_posterior(
 
 
 def posterior(hyper: NIWHyper, server: Server) -> Tree:
-    """The Student-t of the body (Eq. 19), and the frozen head."""
-    body = normal_inverse_wishart.distribution(hyper, server.posterior)
-    return with_head(body, mode(server))
+    """The Student-t of what is learned (Eq. 19), and the frozen head."""
+    base = normal_inverse_wishart.distribution(hyper, server.posterior)
+    return with_head(base, server.posterior.mean, server.frozen)
 
 
 def personal_posterior(options: FedHBNIW, params) -> Tree:
-    """v(θ), the spiky mixture around the personalised body (Eq. 45), and its head."""
-    body = dropout.Spiky(params["body"], 1 - options.p_drop, options.epsilon)
-    return with_head(body, params)
+    """v(θ), the spiky mixture around the personalised model (Eq. 45).
+
+    A head that was frozen in training has no spread.
+    """
+    learned, head = split_head(params, options)
+    base = dropout.Spiky(learned, 1 - options.p_drop, options.epsilon)
+    return with_head(base, learned, head)

@@ -6,14 +6,11 @@ Li et al., "Federated optimization in heterogeneous networks", MLSys 2020.
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import (
-    classification_loss,
-    quadratic_penalty,
-    quadratic_pull,
-)
+from fedvi.algorithms.common import plain_loss
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
-from fedvi.local import minimise
+from fedvi.flat import trees
+from fedvi.local import Quadratic, minimise
 from fedvi.options import Options, option
 
 __all__ = ["FedProx", "fedprox"]
@@ -35,21 +32,24 @@ class FedProx(Options):
 def fedprox(task: Task, options: FedProx) -> Algorithm:
     """Builds FedProx: FedAvg whose clients stay near the global model.
 
-    A client minimises f_i(θ) + μ/2 ‖θ - θ_global‖², by gradient steps. Metrics: `loss`,
+    A client minimises f_i(θ) + μ/2 ‖θ - θ_global‖²; with SGD each step ends with the
+    second term's exact proximal step, which no μ can make unstable. Metrics: `loss`,
     the mean of f_i over the steps; `penalty`, the second term after the last of them.
     """
 
     def client_update(key, round_index, server, client, data):
-        def loss(key, params, batch):
-            proximal = quadratic_pull(params, server.params, options.mu)
-            return classification_loss(task.model, params, batch) + proximal
-
+        near = Quadratic(trees(server.params), options.mu)
         params, value = minimise(
-            key, round_index, server.params, data, task.training, loss
+            key,
+            round_index,
+            server.params,
+            data,
+            task.training,
+            plain_loss(task.model),
+            lambda params: near,
         )
-        penalty = quadratic_penalty(params, server.params, options.mu)
+        metrics = {"loss": value, "penalty": near.value(params)}
         moved = optax.tree.sub(params, server.params)
-        metrics = {"loss": value, "penalty": penalty}
         return ClientOutput(moved, data.size, metrics=metrics)
 
     return fedavg(task)._replace(name="fedprox", client_update=client_update)

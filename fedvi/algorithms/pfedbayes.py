@@ -21,23 +21,39 @@ from fedvi.algorithms.alternating import (
     free_energy,
     learner,
     require_moving,
+    require_stable,
     summands,
 )
-from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.common import check_trained, normal_init
 from fedvi.algorithms.registry import builder
+from fedvi.distributions.mean_field import initial_scale
 from fedvi.flat import in_one_piece
 from fedvi.options import option
-from fedvi.variational import BayesianNetwork, mean_field_normal, posterior_estimate
+from fedvi.variational import (
+    BayesianNetwork,
+    frozen_head,
+    mean_field_normal,
+    posterior_estimate,
+)
 
-__all__ = ["Client", "Halves", "PFedBayes", "Server", "pfedbayes", "pfedbayes_of"]
+__all__ = [
+    "Client",
+    "Halves",
+    "PFedBayes",
+    "PFedBayesKin",
+    "Server",
+    "pfedbayes",
+    "pfedbayes_of",
+]
 
 
 class Server(NamedTuple):
     """Server state.
 
     Attributes:
-      posterior: w, the global posterior; of BPFed's shared factors.
-      newcomer: BPFed's first prior of a client's own factors; not sent.
+      posterior: w, the global posterior; of the shared half where there is one.
+      newcomer: the other half at a client's start, such as BPFed's first prior of a
+        client's own factors; not sent.
     """
 
     posterior: Any
@@ -49,7 +65,8 @@ class Client(NamedTuple):
 
     Attributes:
       personal: q_i and its moments; never overwritten by the server.
-      prior: BPFed's continual prior of the client's own factors (η̄_i of its Alg. 1).
+      prior: what w has in place of a shared half, such as BPFed's continual prior of
+        the client's own factors (η̄_i of its Alg. 1).
       moments: of the localised global's optimiser, which starts at the broadcast.
       updates: rounds taken part in.
     """
@@ -67,15 +84,17 @@ class Halves(NamedTuple):
       shared: `(q) -> half`.
       own: `(q) -> half`.
       join: `(shared, own) -> q`.
+      adapts_own: a client that never took part adapts its own half alone.
     """
 
     shared: Callable = lambda q: q
     own: Callable = lambda q: ()
     join: Callable = lambda shared, own: shared
+    adapts_own: bool = False
 
 
-class PFedBayes(Alternating):
-    """Options of `pfedbayes` and its kin."""
+class PFedBayesKin(Alternating):
+    """Options of `pfedbayes` and of all that are built on it."""
 
     zeta: float = option(
         10.0,
@@ -109,6 +128,17 @@ class PFedBayes(Alternating):
     )
 
 
+class PFedBayes(PFedBayesKin):
+    """Options of `pfedbayes`."""
+
+    head: Literal["frozen", "trained"] = option(
+        "trained",
+        "The network's last layer. frozen: random, the same for all clients, without a "
+        "posterior and never sent; trained: like the body.",
+        source="pFedBayes; frozen: FedHB's tables",
+    )
+
+
 @builder(PFedBayes)
 def pfedbayes(task: Task, options: PFedBayes) -> Algorithm:
     """Builds pFedBayes.
@@ -124,10 +154,16 @@ def pfedbayes(task: Task, options: PFedBayes) -> Algorithm:
     trained q from the broadcast w, in nats.
 
     Raises:
-      ValueError: an option outside its range, or more draws than fit in memory.
+      ValueError: an option outside its range, a learning rate that SGD would be
+        unstable at, a frozen head without a body, or more draws than fit in memory.
     """
-    network = BayesianNetwork(task.model, mean_field_normal(options.rho), options)
-    return pfedbayes_of("pfedbayes", task, network)
+    family, halves = mean_field_normal(options.rho), None
+    if options.head == "frozen":
+        check_trained(task, options, "pfedbayes")
+        family = frozen_head(family)
+        halves = Halves(lambda q: q["body"], lambda q: q["head"], _with_head)
+    network = BayesianNetwork(task.model, family, options)
+    return pfedbayes_of("pfedbayes", task, network, halves)
 
 
 def pfedbayes_of(
@@ -143,14 +179,14 @@ def pfedbayes_of(
       name: of the method.
       task: model, local training, population.
       network: its options are `PFedBayes`.
-      halves: of a method whose clients keep factors, and their prior, to themselves;
-        a client that never took part then adapts those only.
+      halves: of a method whose clients do not send all of it.
       kl: `(q, w)`, in the objectives in place of the family's.
     """
     options, family = network.options, network.family
-    shared, own, join = halves or Halves()
+    shared, own, join, adapts_own = halves or Halves()
     if options.upload == "localised":
         require_moving("zeta", options.zeta, "upload='localised'")
+    require_stable(task, options, "zeta", initial_scale(options.rho))
 
     def train(key, round_index, data, training, q, w, steps, complete=lambda q: q):
         energy = free_energy(network, options.zeta, data, kl, complete)
@@ -197,12 +233,13 @@ def pfedbayes_of(
 
     def personalise(key, server, client, data):
         def complete(q):
-            return join(server.posterior, q) if halves else q
+            return join(server.posterior, q) if adapts_own else q
 
         newcomer = client.updates == 0
         # Without data nothing is trained: who took part is done.
         data = data._replace(size=jnp.where(newcomer, data.size, 0))
-        start = client.prior if halves else server.posterior
+        whole = join(server.posterior, client.prior)
+        start = client.prior if adapts_own else whole
         fresh, tuning = learner(start, task.finetuning), task.finetuning
         q, _, _ = train(key, 0, data, tuning, fresh, fresh, (1, 0), complete)
         adapted = complete(q.posterior)
@@ -222,3 +259,7 @@ def pfedbayes_of(
             family, options.average, server.posterior, upload
         ),
     )
+
+
+def _with_head(body, head):
+    return {"body": body, "head": head}

@@ -6,6 +6,7 @@ sparsity and clustering" (2023), §4.
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.pfedbayes import PFedBayes, pfedbayes_of
+from fedvi.algorithms.alternating import require_stable
+from fedvi.algorithms.pfedbayes import PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
-from fedvi.distributions import spike_and_slab
+from fedvi.distributions import mean_field, spike_and_slab
 from fedvi.distributions.spike_and_slab import SpikeAndSlab
+from fedvi.local import LocalTraining
 from fedvi.nn import parameter_count
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, bernoulli_gaussian
@@ -24,7 +27,7 @@ from fedvi.variational import BayesianNetwork, bernoulli_gaussian
 __all__ = ["SFedBayes", "largest", "sent_whole", "sfedbayes", "withhold"]
 
 
-class SFedBayes(PFedBayes):
+class SFedBayes(PFedBayesKin):
     """Options of `sfedbayes`."""
 
     inclusion: float = option(
@@ -39,6 +42,21 @@ class SFedBayes(PFedBayes):
         0.5,
         "τ of the straight-through gradient of the gates (Eq. 41).",
         source="constants left in public code; the paper gives no value",
+        above=0,
+        traced=True,
+    )
+    average: Literal["parameters", "probabilities", "moments"] = option(
+        "parameters",
+        "Of the uploads. parameters: the mean of (μ, ρ, logit λ); probabilities: of "
+        "(μ, ρ, λ) (Alg. 2); moments: the minimiser of Σ_i KL(. ‖ w) (Lemma A.2), "
+        "whose λ is that of probabilities.",
+    )
+    inclusion_rate: float | None = option(
+        None,
+        "Factor on the learning rate of the logits of λ. A step of size a on the logit "
+        "moves λ by λ (1 - λ) a; None: 1 / (λ (1 - λ)) at the initial λ, where λ then "
+        "moves as fast as if it were stepped itself (101 at 0.99).",
+        source="Alg. 2 steps λ itself; docs/sfedbayes.md",
         above=0,
         traced=True,
     )
@@ -84,6 +102,15 @@ def sfedbayes(task: Task, options: SFedBayes) -> Algorithm:
         )
     family = bernoulli_gaussian(options.rho, options.inclusion, options.temperature)
     network = BayesianNetwork(task.model, family, options)
+    # Here, where the optimiser still has its name.
+    require_stable(task, options, "zeta", mean_field.initial_scale(options.rho))
+    rate, start = options.inclusion_rate, options.inclusion
+    if rate is None:
+        rate = 1 / (start * (1 - start))
+    task = task._replace(
+        training=logits_at(task.training, rate),
+        finetuning=logits_at(task.finetuning, rate),
+    )
     algorithm = pfedbayes_of("sfedbayes", task, network)
 
     def client_update(key, round_index, server, client, data):
@@ -104,6 +131,20 @@ def sfedbayes(task: Task, options: SFedBayes) -> Algorithm:
         return output._replace(upload=upload, metrics=metrics)
 
     return algorithm._replace(client_update=client_update)
+
+
+def logits_at(training: LocalTraining, factor: float) -> LocalTraining:
+    """`training` whose steps of the logits of λ are `factor` times as long."""
+
+    def quicken(updates, _):
+        longer = jax.tree.map(lambda step: factor * step, updates.logit)
+        return updates._replace(logit=longer)
+
+    def optimizer(learning_rate):
+        own = training._replace(learning_rate=learning_rate).optimizer_at(0)
+        return optax.chain(own, optax.stateless(quicken))
+
+    return training._replace(optimizer=optimizer)
 
 
 def sent_whole(q: SpikeAndSlab, threshold: float, keep: float):

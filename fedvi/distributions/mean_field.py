@@ -28,6 +28,7 @@ __all__ = [
     "from_rho",
     "from_scale",
     "init",
+    "initial_scale",
     "kl",
     "kl_by_weight",
     "moments",
@@ -87,6 +88,11 @@ def scale(q: MeanField) -> chex.ArrayTree:
     [SCALE_FLOOR, SCALE_CEILING].
     """
     return jax.tree.map(lambda rho: _scale(rho, q.link), q.rho)
+
+
+def initial_scale(rho: float, link: Link = "softplus") -> jax.Array:
+    """σ of an unconstrained scale, scalar; `from_rho` says which are refused."""
+    return scale(from_rho(jnp.zeros(()), rho, link))
 
 
 def from_rho(params: chex.ArrayTree, rho: float, link: Link = "softplus") -> MeanField:
@@ -186,33 +192,35 @@ def kl_by_weight(q: MeanField, p: MeanField) -> chex.ArrayTree:
     return jax.tree.map(normal.kl, q.mu, scale(q), p.mu, scale(p))
 
 
-def moments(q: MeanField, centre: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
+def moments(q: MeanField, near: MeanField) -> dict[str, chex.ArrayTree]:
     """What a server must average over clients to find the normal closest to them.
 
     Args:
       q: a client's distribution.
-      centre: c, structure of `q.mu`: any point near the means, the same for all
-        clients. Moments around zero would cancel in float32.
+      near: N(c, s²), one distribution near them all, such as the broadcast one.
 
     Returns:
-      Three pytrees: `mass` 1, `first` μ - c, `second` σ² + (μ - c)².
+      Two pytrees, of differences to `near`: moments around 0 would cancel in float32.
+      `first` μ - c, `second` σ² - s² + (μ - c)².
     """
-    shift = jax.tree.map(jnp.subtract, q.mu, centre)
+    shift = jax.tree.map(jnp.subtract, q.mu, near.mu)
     return {
-        "mass": jax.tree.map(jnp.ones_like, shift),
         "first": shift,
-        "second": jax.tree.map(lambda d, s: d**2 + s**2, shift, scale(q)),
+        "second": jax.tree.map(
+            lambda d, own, other: d**2 + (own - other) * (own + other),
+            shift,
+            scale(q),
+            scale(near),
+        ),
     }
 
 
 def from_moments(
-    mean_statistics: dict[str, chex.ArrayTree],
-    centre: chex.ArrayTree,
-    link: Link = "softplus",
+    mean_statistics: dict[str, chex.ArrayTree], near: MeanField
 ) -> MeanField:
     """The normal closest to the clients' (pFedBayes Lemma A.2).
 
-    With m_i the mass, 1 for `MeanField`, it minimises over w
+    With m_i a client's weight in the mean it minimises over w
 
         Σ_i m_i KL(q_i ‖ w) = Σ_i m_i [log σ_w + (σ_i² + (μ_i - μ_w)²) / 2σ_w²] + const,
 
@@ -220,28 +228,32 @@ def from_moments(
 
         μ_w = Σ_i m_i μ_i / Σ_i m_i,  σ_w² = Σ_i m_i (σ_i² + μ_i²) / Σ_i m_i - μ_w².
 
+    Where the clients are at `near`, so is the result, to the last digit. Where all
+    moved far from it and stay close together, second - first² cancels: after 100 σ,
+    σ_w is off by 0.1 % (median) and 0.5 % (worst of 5,000 weights) with 100 clients,
+    by 0.6 % and 3 % with 3,000; after 1,000 σ by 6 % and 59 % (of 20,000
+    weights) with 100.
+
     Args:
-      mean_statistics: (weighted) mean over clients of their `moments`; mass positive.
-      centre: c, as given to `moments`.
-      link: see `MeanField`.
+      mean_statistics: (weighted) mean over clients of their `moments`.
+      near: as given to `moments`.
 
     Returns:
-      The optimum, its σ kept within the bounds of `scale`.
-
-    Raises:
-      ValueError: link is unknown.
+      The optimum, of `near`'s link, its σ kept within the bounds of `scale`.
     """
-    mass = mean_statistics["mass"]
-    shift = jax.tree.map(jnp.divide, mean_statistics["first"], mass)
+    first = mean_statistics["first"]
 
-    def rho(second, mass, shift):
-        variance = second / mass - shift**2
-        return _unconstrained(jnp.sqrt(jnp.maximum(variance, SCALE_FLOOR**2)), link)
+    def rho(own, s, first, second):
+        change = second - first**2
+        variance = jnp.maximum(s**2 + change, SCALE_FLOOR**2)
+        found = _unconstrained(jnp.sqrt(variance), near.link)
+        # There and back again is not quite the same.
+        return jnp.where(change == 0, own, found)
 
     return MeanField(
-        jax.tree.map(jnp.add, centre, shift),
-        jax.tree.map(rho, mean_statistics["second"], mass, shift),
-        link,
+        jax.tree.map(jnp.add, near.mu, first),
+        jax.tree.map(rho, near.rho, scale(near), first, mean_statistics["second"]),
+        near.link,
     )
 
 
@@ -254,6 +266,9 @@ def _scale(rho, link):
 @jax.custom_jvp
 def _softplus(x):
     """log(1 + exp x), relative error 3e-7 in float32 and 2e-12 in float64.
+
+    In float32 for x > -87: below, exp underflows and it is 0, a relative error of 1.
+    `_scale` has been at its floor since x = -18.
 
     Not JAX's own, whose log1p is slow on CPU: with u = exp(-|x|) and
     t = u/(2 + u) <= 1/3, log1p(u) = 2 artanh(t), a short series. Its rest after k

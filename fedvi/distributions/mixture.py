@@ -20,6 +20,7 @@ from fedvi.flat import trees
 __all__ = [
     "EMPTY_MASS",
     "distribution",
+    "expected",
     "log_prior",
     "m_step",
     "responsibilities",
@@ -100,9 +101,24 @@ def log_prior(
 ) -> jax.Array:
     """log Σ_j exp(-‖m - r_j‖² / 2σ²), scalar (Eq. 22): log p(m | r) up to a constant.
 
-    Its gradient is (Σ_j c(j|i) r_j - m) / σ². Args and errors as `responsibilities`.
+    Its gradient is (Σ_j c(j|i) r_j - m) / σ², its Hessian at least -I / σ²: a penalty
+    of -s/|D_i| log p(m | r) has curvatures of at most s / (σ² |D_i|). Args and errors
+    as `responsibilities`.
     """
     return jax.nn.logsumexp(_log_kernels(params, prototypes, variance))
+
+
+def expected(
+    params: chex.ArrayTree, prototypes: chex.ArrayTree, variance: chex.Numeric
+) -> chex.ArrayTree:
+    """Σ_j c(j|i) r_j, structure of `params`: where its own c would have m (E-step).
+
+    -log p(m | r) lies under ‖m - Σ_j c_j r_j‖² / 2σ² + constant for any fixed c
+    (Jensen), and touches it with the same gradient where c is m's own. Args and errors
+    as `responsibilities`.
+    """
+    shares = responsibilities(params, prototypes, variance)
+    return jax.tree.map(lambda r: jnp.tensordot(shares, r, axes=1), prototypes)
 
 
 def m_step(
@@ -124,8 +140,10 @@ def m_step(
     ν = 0.
 
     A prototype with less than `EMPTY_MASS` keeps its value, where the formula would
-    send it to zero and lose a network. The objective (Eq. 23) still never rises: the
-    bound that the M-step lowers is a sum over prototypes, and one kept adds nothing.
+    send it to zero and lose a network. With ν = 0 the objective (Eq. 23) still never
+    rises: the bound that the M-step lowers is a sum over prototypes, and one kept adds
+    nothing. With ν_j = r_j what never rises is its sum over the clients; the paper's
+    ½‖r‖², which is no part of that model, may rise by more.
 
     Args:
       moved: S over the participants, leaves `[components, ...]`.

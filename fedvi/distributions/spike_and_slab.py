@@ -20,7 +20,7 @@ from tensorflow_probability.substrates import jax as tfp
 
 from fedvi.distributions import mean_field
 from fedvi.distributions.draws import draw_like
-from fedvi.distributions.mean_field import Link, MeanField
+from fedvi.distributions.mean_field import MeanField
 from fedvi.distributions.normal import Normal
 from fedvi.distributions.tree import Tree, as_tree
 
@@ -30,11 +30,13 @@ __all__ = [
     "SpikeAndSlab",
     "distribution",
     "from_moments",
+    "from_probabilities",
     "gates",
     "inclusion",
     "init",
     "kl",
     "moments",
+    "probabilities",
     "sample",
 ]
 
@@ -242,29 +244,29 @@ def kl(q: SpikeAndSlab, p: SpikeAndSlab) -> jax.Array:
     return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(terms))
 
 
-def moments(q: SpikeAndSlab, centre: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
+def moments(q: SpikeAndSlab, near: SpikeAndSlab) -> dict[str, chex.ArrayTree]:
     """What a server must average over clients to find the distribution closest to them.
 
     Args:
       q: a client's distribution.
-      centre: c, as in `mean_field.moments`.
+      near: as in `mean_field.moments`, its slab N(c, s²).
 
     Returns:
-      Three pytrees: `mass` λ, `first` λ (μ - c), `second` λ (σ² + (μ - c)²).
+      Three pytrees: `mass` λ less that of `near`, `first` λ (μ - c), `second`
+      λ (σ² - s² + (μ - c)²).
     """
-    slab = mean_field.moments(q.slab, centre)
-    mass = inclusion(q)
+    slab = mean_field.moments(q.slab, near.slab)
+    own = inclusion(q)
 
     def weighted(name):
-        return jax.tree.map(jnp.multiply, mass, slab[name])
+        return jax.tree.map(jnp.multiply, own, slab[name])
 
+    mass = jax.tree.map(jnp.subtract, own, inclusion(near))
     return {"mass": mass, "first": weighted("first"), "second": weighted("second")}
 
 
 def from_moments(
-    mean_statistics: dict[str, chex.ArrayTree],
-    centre: chex.ArrayTree,
-    link: Link = "softplus",
+    mean_statistics: dict[str, chex.ArrayTree], near: SpikeAndSlab
 ) -> SpikeAndSlab:
     """The spike-and-slab closest to the clients': Lemma A.2 for Eq. 34.
 
@@ -275,25 +277,81 @@ def from_moments(
     Args:
       mean_statistics: (weighted) mean over clients of their `moments`; not the sum,
         as the mean of the mass is λ_w.
-      centre: c, as given to `moments`.
-      link: of the slab, see `MeanField`.
+      near: as given to `moments`.
 
     Returns:
       The optimum, its λ and σ kept within the bounds of `inclusion` and
-      `mean_field.scale`.
-
-    Raises:
-      ValueError: link is unknown.
+      `mean_field.scale`; where the clients are at `near`, that to the last digit.
     """
-    slab = mean_field.from_moments(mean_statistics, centre, link)
-    logit = jax.tree.map(lambda mass: _clip(_logit(mass)), mean_statistics["mass"])
-    return SpikeAndSlab(slab, logit)
+    change = mean_statistics["mass"]
+    mass = jax.tree.map(jnp.add, inclusion(near), change)
+    slab = {
+        name: jax.tree.map(jnp.divide, mean_statistics[name], mass)
+        for name in ("first", "second")
+    }
+    return SpikeAndSlab(
+        mean_field.from_moments(slab, near.slab),
+        jax.tree.map(_moved_logit, near.logit, change),
+    )
 
 
+def probabilities(q: SpikeAndSlab, near: SpikeAndSlab) -> SpikeAndSlab:
+    """What a server must average for the mean of (μ, ρ, λ) (Alg. 2), not of the logits.
+
+    Args:
+      q: a client's distribution.
+      near: as in `moments`.
+
+    Returns:
+      Differences to `near`, that of λ in place of the logit's.
+    """
+    moved = jax.tree.map(jnp.subtract, q, near)
+    change = jax.tree.map(jnp.subtract, inclusion(q), inclusion(near))
+    return moved._replace(logit=change)
+
+
+def from_probabilities(mean: SpikeAndSlab, near: SpikeAndSlab) -> SpikeAndSlab:
+    """The distribution of the mean (μ, ρ, λ).
+
+    Args:
+      mean: (weighted) mean over clients of their `probabilities`.
+      near: as given to `probabilities`.
+    """
+    slab = jax.tree.map(jnp.add, near.slab, mean.slab)
+    return SpikeAndSlab(slab, jax.tree.map(_moved_logit, near.logit, mean.logit))
+
+
+def _moved_logit(logit, change):
+    """The logit of a λ that moved by `change`; without one, itself."""
+    moved = _clip(_logit(jax.nn.sigmoid(_clip(logit)) + change))
+    return jnp.where(change == 0, logit, moved)
+
+
+@jax.custom_jvp
 def _kl(logit_q, logit_p, slabs):
-    """Eq. 34, element by element, from clipped logits and the slabs' KL."""
+    """Eq. 34, element by element, from clipped logits ℓ and the slabs' KL.
+
+    Its derivatives are written out:
+
+        ∂/∂ℓ_q = λ_q (1 - λ_q) (ℓ_q - ℓ_p + slabs)   ∂/∂ℓ_p = λ_p - λ_q
+        ∂/∂slabs = λ_q
+
+    For equal distributions those of the logits are 0 to the last digit: Adam would
+    make a step of what rounding leaves.
+    """
     q, p = distrax.Bernoulli(logits=logit_q), distrax.Bernoulli(logits=logit_p)
     return q.kl_divergence(p) + q.probs * slabs
+
+
+@_kl.defjvp
+def _kl_jvp(primals, tangents):
+    logit_q, logit_p, slabs = primals
+    on, off = jax.nn.sigmoid(logit_q), jax.nn.sigmoid(-logit_q)
+    # λ_p - λ_q, of which a difference would leave no digit where both are almost 1.
+    more = -jax.nn.sigmoid(logit_p) * off * jnp.expm1(logit_q - logit_p)
+    slopes = (on * off * (logit_q - logit_p + slabs), more, on)
+    moved = sum(slope * tangent for slope, tangent in zip(slopes, tangents))
+    return _kl(*primals), moved
 
 
 def _logit(inclusion):

@@ -161,12 +161,15 @@ def as_tree(base: distrax.Distribution, params: Any) -> Tree:
     return Tree(base, shapes.layout)
 
 
-def with_head(body: distrax.Distribution, params: Any) -> Tree:
-    """Over `{"body", "head"}`: a distribution over the body, the head as it is.
+def with_head(base: distrax.Distribution, learned: Any, frozen: Any) -> Tree:
+    """Over `{"body", "head"}`: a distribution over what is learned, the rest as it is.
 
     Args:
-      body: over the vector of the body's weights.
-      params: `{"body", "head"}`, which say where weights belong, and the head.
+      base: over the vector of all weights of `learned`.
+      learned: `{"body"}`, or `{"body", "head"}`, which say where weights belong.
+      frozen: `{"head"}`, or `{}` if the head is learned too.
     """
-    head = Frozen(ravel_pytree(params["head"])[0])
-    return as_tree(Blocks([body, head]), params)
+    if not frozen:
+        return as_tree(base, learned)
+    head = Frozen(ravel_pytree(frozen["head"])[0])
+    return as_tree(Blocks([base, head]), {**learned, **frozen})

@@ -1,13 +1,17 @@
 """The alternation of two posteriors, on quadratics whose steps are written out."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedvi.algorithm import Task
 from fedvi.algorithms import build
 from fedvi.algorithms.alternating import alternate, learner
 from fedvi.data import ClientData
+from fedvi.federation import Federation
 from fedvi.local import LocalTraining
 
 KEY, WIDTH, SIZE = jax.random.key(3), 4, 6
@@ -161,3 +165,75 @@ def test_the_reported_loss_is_the_data_term(name, weight, task, train):
     light, heavy = run(0.01), run(100.0)
     np.testing.assert_allclose(light["loss"], heavy["loss"], rtol=1e-6)
     assert abs(light["kl"] - heavy["kl"]) > 1e-3 * light["kl"] > 0
+
+
+# C21: ten clients, one with a single example; the driver's SGD.
+LONE = {"clients": 10, "samples": 500, "smallest": 1}
+SGD = LocalTraining(learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "curvature", "momentum"),
+    [
+        # Twice 1/σ² where both posteriors move.
+        ("pfedbayes", {}, 20 / np.log1p(np.exp(-2.5)) ** 2, 0.9),
+        ("sfedbayes", {"zeta": 4.0}, 8 / np.log1p(np.exp(-2.5)) ** 2, 0.9),
+        ("cfedbayes", {"rho": -1.0}, 20 / np.log1p(np.exp(-1)) ** 2, 0.9),
+        ("bpfed", {"kl_direction": "reverse"}, 2 / np.log1p(np.exp(-3)) ** 2, 0.9),
+        ("pfedbayes", {"global_steps": 0}, 10 / np.log1p(np.exp(-2.5)) ** 2, 0.9),
+        ("fedabml", {"nu": -5.0}, 0.01 * np.exp(10), 0.9),
+        ("fedabml", {"theta_update": "alternate"}, 0.02 * np.exp(8), 0.9),
+        # φ's own steps, which are plain ones.
+        ("fedabml", {"theta_update": "meta"}, 0.01 * np.exp(8), 0.0),
+    ],
+)
+def test_steps_that_the_kl_term_throws_off_are_refused(
+    name, options, curvature, momentum, task
+):
+    """C21: with the bound, which is a rate that would do."""
+
+    def at(rate, optimizer="sgd", **more):
+        training = SGD._replace(learning_rate=rate, optimizer=optimizer)
+        both = {"training": training, "finetuning": training}
+        return build(name, task._replace(**both, **LONE), **options, **more)
+
+    most = 2 * (1 + momentum) / curvature
+    at(0.99 * most)
+    text = rf"=[0-9.]+ for a client of 1 examples has .* learning_rate={most:.3g} on"
+    with pytest.raises(ValueError, match=text):
+        at(1.01 * most)
+    if momentum:
+        at(1.01 * most, "adam")
+    if name == "fedabml" or "global_steps" in options:
+        return
+    with pytest.raises(ValueError, match="global_learning_rate"):
+        at(0.99 * most, global_learning_rate=1.01 * most)
+    # A traced weight is not known yet.
+    options = {key: value for key, value in options.items() if key != "zeta"}
+    jax.eval_shape(lambda zeta: at(1.0, zeta=zeta).init(KEY), 10.0)
+
+
+def test_a_rate_below_the_bound_trains(task, train, test):
+    """C21: a client with a single example among others, SGD."""
+    task = Task.of(task.model, train, SGD)
+    assert task.smallest == 1
+    with pytest.raises(ValueError, match="learning_rate=0.1 must be smaller") as error:
+        build("pfedbayes", task)
+    named = float(re.search(r"learning_rate=([0-9.e-]+) on", str(error.value))[1])
+    training = SGD._replace(learning_rate=0.8 * named, epochs=2, batch_size=8)
+    algorithm = build("pfedbayes", task._replace(training=training))
+    federation = Federation(algorithm, train, test)
+    state, metrics = federation.rounds(federation.init(KEY), 40)
+    loss = metrics.metrics["loss"]
+    assert loss[-1] < 0.5 * loss[0] and loss.max() < 1.1 * loss[0]
+    for leaf in jax.tree.leaves((state.server, state.clients)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert jnp.abs(leaf).max() < 100  # what is finite can be absurd
+
+
+def test_without_the_smallest_client_the_mean_one_is_looked_at(task):
+    training = SGD._replace(learning_rate=0.1)
+    few = Task(task.model, training, training, clients=10, samples=200)
+    with pytest.raises(ValueError, match=r"zeta=10\.0 for a client of 20 examples"):
+        build("pfedbayes", few)
+    build("pfedbayes", few._replace(samples=2000))

@@ -101,7 +101,7 @@ def test_without_noise_it_is_fedper(plain, train, test, fedper_step):
 @pytest.fixture(scope="module")
 def someone(plain):
     """(server state, client that took part and is away from its prior)."""
-    algorithm = bpfed(plain)
+    algorithm = bpfed(plain, zeta=0.3)
     server = jax.jit(algorithm.init)(KEY)
     client = perturbed(jax.jit(algorithm.init_client)(KEY, server), 5)
     return server, client._replace(updates=jnp.int32(3))
@@ -158,7 +158,9 @@ def test_where_q_starts(plain, someone, train):
     nothing = one_client(train, 4)
     prior = joined(server, client)
     for start, own in (("personal", client.personal.posterior), ("prior", prior)):
-        algorithm = bpfed(plain, start=start, upload="personal", sampling="weight")
+        algorithm = bpfed(
+            plain, zeta=0.3, start=start, upload="personal", sampling="weight"
+        )
         update = jax.jit(algorithm.client_update)
         output = update(KEY, 0, server, client, nothing)
         assert_equal(output.client.personal.posterior, own)
@@ -203,13 +205,15 @@ def test_the_server_averages_the_shared_factors(plain, someone):
     count = jnp.float32(2)
     moved = [optax.tree.sub(q, server.posterior) for q in (a, b)]
     total = optax.tree.add(*moved)
-    new = bpfed(plain).server_update(KEY, 0, server, Aggregate(total, count, count, 6))
+    new = bpfed(plain, zeta=0.3).server_update(
+        KEY, 0, server, Aggregate(total, count, count, 6)
+    )
     assert_close(new.posterior, jax.tree.map(lambda a, b: (a + b) / 2, a, b))
     assert_equal(new.newcomer, server.newcomer)
 
     @jax.jit
     def moments():
-        algorithm = bpfed(plain, average="moments")
+        algorithm = bpfed(plain, zeta=0.3, average="moments")
         statistics = [algorithm.statistics(server, each) for each in moved]
         total = jax.tree.map(jnp.add, *statistics)
         aggregate = Aggregate(total, count, count, 6)
@@ -250,7 +254,7 @@ def test_any_split_of_the_weights(task, train):
 
 def test_its_distribution_is_over_body_and_head(plain):
     """Whatever the split: what is drawn goes into the model that the user has."""
-    algorithm = bpfed(plain, personal_part="bias$")
+    algorithm = bpfed(plain, zeta=0.3, personal_part="bias$")
     x = jnp.ones((2, 6))
 
     @jax.jit

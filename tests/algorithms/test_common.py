@@ -1,5 +1,3 @@
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,52 +5,15 @@ import numpy as np
 import pytest
 
 from fedvi.algorithms.common import (
+    Head,
+    check_trained,
     classification_loss,
     finetune,
     gradient_only,
     log_probabilities,
-    quadratic_penalty,
-    quadratic_pull,
-    require_body,
 )
-from fedvi.flat import flatten
 from fedvi.local import Batch
 from fedvi.nn import build
-
-
-def test_quadratic_penalty_against_numpy():
-    rng = np.random.default_rng(0)
-    trees = [{"a": rng.normal(size=(2, 3)), "b": rng.normal(size=4)} for _ in range(3)]
-    theta, centre, weight = trees
-    expected = sum(0.5 * (weight[k] * (theta[k] - centre[k]) ** 2).sum() for k in theta)
-    args = jax.tree.map(jnp.float32, (theta, centre, weight))
-    np.testing.assert_allclose(quadratic_penalty(*args), expected, rtol=1e-5)
-    plain = sum(0.35 * ((theta[k] - centre[k]) ** 2).sum() for k in theta)
-    np.testing.assert_allclose(quadratic_penalty(*args[:2], 0.7), plain, rtol=1e-5)
-    assert quadratic_penalty({}, {}, 1.0) == 0
-    flats = [flatten(arg) for arg in args]
-    np.testing.assert_allclose(quadratic_penalty(*flats), expected, rtol=1e-5)
-    np.testing.assert_allclose(quadratic_penalty(*flats[:2], 0.7), plain, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["tree", "one number"])
-def test_the_pull_is_the_penaltys_gradient(shared):
-    rng = np.random.default_rng(0)
-    theta, centre, weight = (
-        {"a": jnp.float32(rng.normal(size=(5, 2, 3))), "b": [jnp.zeros((5, 0))]}
-        for _ in range(3)
-    )
-
-    def gradient(penalty, theta, centre, weight):
-        weight = 0.7 if shared else weight
-        return jax.grad(lambda t: 3 * penalty(t, centre, weight))(theta)
-
-    pull, wanted = (
-        jax.vmap(partial(gradient, penalty))(theta, centre, weight)
-        for penalty in (quadratic_pull, quadratic_penalty)
-    )
-    chex.assert_trees_all_close(pull, wanted, rtol=1e-6)
-    assert quadratic_pull(theta, centre, 0.7) == 0
 
 
 def test_a_penalty_for_descent_may_be_differentiated_twice():
@@ -93,8 +54,12 @@ def test_finetuning_trains_body_and_head_on_the_clients_data(task, train):
         assert not np.array_equal(old, new)
 
 
-def test_a_model_without_a_body_is_refused_by_body_methods(task):
+def test_a_model_without_a_body_needs_a_trained_head(task):
     model = build("logistic", classes=3, input_shape=(6,))
-    with pytest.raises(ValueError, match="model='logistic' has no body and fedbabu"):
-        require_body(task._replace(model=model), "fedbabu")
-    require_body(task, "fedbabu")
+    logistic = task._replace(model=model)
+    with pytest.raises(
+        ValueError, match="model='logistic' has no body.*head='trained'"
+    ):
+        check_trained(logistic, Head(), "fedbabu")
+    check_trained(task, Head(), "fedbabu")
+    check_trained(logistic, Head(head="trained"), "fedbabu")

@@ -11,13 +11,13 @@ from flax import linen as nn
 
 from fedvi.algorithm import Aggregate, Task
 from fedvi.algorithms import fedabml, fedavg
-from fedvi.algorithms.common import classification_loss, quadratic_penalty
+from fedvi.algorithms.common import classification_loss
 from fedvi.algorithms.fedabml import Server
 from fedvi.data import ClientData
 from fedvi.distributions import mean_field
 from fedvi.federation import Federation
 from fedvi.flat import trees
-from fedvi.local import Batch, LocalTraining, fold_minibatches
+from fedvi.local import Batch, LocalTraining, Quadratic, fold_minibatches
 from fedvi.nn import from_flax
 
 KEY = jax.random.key(3)
@@ -124,6 +124,7 @@ def test_meta_is_per_fedavgs_exact_gradient(
     algorithm = fedabml(
         plain._replace(training=training),
         theta_update="meta",
+        nu=NU,
         kl_weight=kl_weight,
         personal_steps=steps,
         global_learning_rate=0.2,
@@ -147,7 +148,7 @@ def test_meta_is_per_fedavgs_exact_gradient(
 
         def loss(phi, theta, mask):
             chosen = batch._replace(mask=batch.mask & mask)
-            penalty = quadratic_penalty(*trees((phi, theta)), precision)
+            penalty = Quadratic(*trees((theta, precision))).value(phi)
             return classification_loss(plain.model, phi, chosen) + penalty
 
         def adapt(theta):
@@ -179,6 +180,7 @@ def test_alternate_is_line_9_of_algorithm_1(plain, wide, data, step):
     algorithm = fedabml(
         once,
         theta_update="alternate",
+        nu=NU,
         kl_weight=kl_weight,
         personal_steps=1,
         global_learning_rate=eta,

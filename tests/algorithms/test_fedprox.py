@@ -35,12 +35,11 @@ def test_the_proximal_term_holds_a_client_near_the_server(moved):
     assert penalty == pytest.approx(0.25 * norms[1] ** 2, rel=1e-4)
 
 
-def test_one_step_is_gradient_plus_mu_times_distance(task, train):
-    # A first step from the global model itself has no proximal gradient, a second has
-    # μ times the first step.
+def test_a_step_is_fedavgs_drawn_back_by_mu_lr_over_one_plus_mu_lr(task, train):
+    # A first step from the global model has the factor 1 / (1 + μ lr) alone, by hand.
     small = task._replace(
         training=task.training._replace(
-            epochs=2, batch_size=20, learning_rate=0.1, momentum=0.0
+            epochs=1, batch_size=20, learning_rate=0.1, momentum=0.0
         )
     )
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), train)
@@ -49,14 +48,19 @@ def test_one_step_is_gradient_plus_mu_times_distance(task, train):
     def run(algorithm):
         return jax.jit(algorithm.client_update)(KEY, 0, server, (), data).upload
 
-    once = small._replace(training=small.training._replace(epochs=1))
-    first = run(fedavg(once))
-    plain, pulled = run(fedavg(small)), run(fedprox(small, mu=0.3))
+    plain, pulled = run(fedavg(small)), run(fedprox(small, mu=3.0))
     jax.tree.map(
-        lambda p, q, f: np.testing.assert_allclose(
-            q, p - 0.1 * 0.3 * f, rtol=1e-4, atol=1e-6
-        ),
+        lambda p, q: np.testing.assert_allclose(q, p / 1.3, rtol=1e-4, atol=1e-6),
         plain,
         pulled,
-        first,
     )
+
+
+@pytest.mark.parametrize("mu", [1e3, 1e12])
+def test_no_mu_is_too_strong(task, train, mu):
+    """Issue 7: gradient steps diverge from μ lr = 2 (1 + β) on."""
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), train)
+    algorithm = fedprox(task, mu=mu)
+    server = algorithm.init(KEY)
+    upload = jax.jit(algorithm.client_update)(KEY, 0, server, (), data).upload
+    assert optax.tree.norm(upload) < 100 / mu + 1e-6  # rounding

@@ -16,7 +16,8 @@ from fedvi.federation import Federation
 from fedvi.flat import trees
 from fedvi.local import LocalTraining
 from fedvi.nn import build as build_model
-from fedvi.selection import Selection
+from fedvi.nn import parameter_count
+from fedvi.selection import Selection, uniform
 
 KEY = jax.random.key(3)
 RATE = 0.05
@@ -174,7 +175,7 @@ def test_averaging_moments_finds_the_minimum_of_lemma_a2(linear, train, name):
 
 
 def test_averaging_parameters_extrapolates_their_mean(linear):
-    algorithm = pfedbayes(linear, beta=1.5)
+    algorithm = pfedbayes(linear, beta=1.5, zeta=1.0)
     server = jax.jit(algorithm.init)(KEY)
     zeros = optax.tree.zeros_like(server.posterior)
     a, b = perturbed(zeros, 0), perturbed(zeros, 1)
@@ -242,7 +243,7 @@ def someone(linear):
     The moments are told apart from fresh ones by their momentum.
     """
     heavy = linear._replace(training=PLAIN._replace(momentum=0.9))
-    algorithm = pfedbayes(heavy)
+    algorithm = pfedbayes(heavy, zeta=1.0)
     server = jax.jit(algorithm.init)(KEY)
     client = perturbed(jax.jit(algorithm.init_client)(KEY, server), 5)
     return heavy, server, client._replace(updates=jnp.int32(3))
@@ -252,7 +253,7 @@ def someone(linear):
 def test_where_q_starts(someone, train, start):
     """Without data nobody moves: what comes back is where they started."""
     task, server, client = someone
-    algorithm = pfedbayes(task, start=start, global_steps=0)
+    algorithm = pfedbayes(task, start=start, zeta=1.0, global_steps=0)
     update = jax.jit(algorithm.client_update)
     nothing = one_client(train, 4)
     output = update(KEY, 0, server, client, nothing)
@@ -295,12 +296,12 @@ def test_who_took_part_predicts_with_q_and_a_newcomer_adapts_first(
 def test_initial_means_and_scales(task):
     model = build_model("mlp", classes=3, input_shape=(40,), hidden=(200,))
     wide = task._replace(model=model)
-    posterior = pfedbayes(wide, init_std=0.1, rho=-3.0).init(KEY).posterior
+    posterior = pfedbayes(wide, init_std=0.1, rho=-3.0, zeta=0.1).init(KEY).posterior
     means = np.concatenate([*map(np.ravel, jax.tree.leaves(posterior.mu))])
     assert means.std() == pytest.approx(0.1, rel=0.03)
     assert abs(means.mean()) < 0.004
     assert all((rho == -3).all() for rho in jax.tree.leaves(posterior.rho))
-    plain = pfedbayes(wide).init(KEY).posterior.mu
+    plain = pfedbayes(wide, zeta=0.1).init(KEY).posterior.mu
     assert_equal(plain.tree(), trees(model.init(KEY)))
 
 
@@ -321,7 +322,7 @@ def test_options_are_checked_by_name_at_construction(task, option, value):
 
 
 def test_the_posteriors_are_distributions_over_the_networks_layers(linear):
-    algorithm = pfedbayes(linear)
+    algorithm = pfedbayes(linear, zeta=1.0)
     server = algorithm.init(KEY)
     posterior = algorithm.posterior(server)
     layers = trees(linear.model.init(KEY))
@@ -331,6 +332,73 @@ def test_the_posteriors_are_distributions_over_the_networks_layers(linear):
     own = algorithm.personal_posterior(server, perturbed(server.posterior, 0))
     expected = mean_field.kl(perturbed(server.posterior, 0), server.posterior)
     np.testing.assert_allclose(own.kl_divergence(posterior), expected, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def frozen(task, train, test):
+    """(federation, first state, state after three rounds) with a frozen head."""
+    training = LocalTraining(2, 8, learning_rate=0.02, optimizer="adam")
+    task = task._replace(training=training, finetuning=training)
+    algorithm = pfedbayes(task, zeta=0.1, head="frozen")
+    cohort = uniform(7, 4)
+    federation = Federation(algorithm, train, test, selection=cohort)
+    first = jax.device_get(federation.init(KEY)._replace(key=()))
+    state, _ = federation.rounds(federation.init(KEY), 3)
+    return federation, first, state
+
+
+def test_a_frozen_head_is_random_the_same_for_all_and_never_sent(frozen, task):
+    federation, first, state = frozen
+    head = first.server.newcomer
+    assert np.std(head.vector) > 0.1
+    assert_equal(state.server.newcomer, head)
+    clients = state.clients
+    for own in (clients.prior, clients.personal.posterior["head"]):
+        for client in range(7):
+            assert_equal(jax.tree.map(lambda leaf, c=client: leaf[c], own), head)
+    assert state.server.posterior.mu.vector.shape == (6 * 5 + 5,)
+    moved = state.server.posterior.mu.vector - first.server.posterior.mu.vector
+    assert (moved != 0).all()
+    down = federation.algorithm.broadcast(state.server)
+    assert parameter_count(down) == parameter_count(state.server.posterior)
+    data = one_client(federation.train, 1)
+    client = jax.tree.map(lambda leaf: leaf[1], clients)
+    output = jax.eval_shape(
+        federation.algorithm.client_update, KEY, 0, down, client, data
+    )
+    assert parameter_count(output.upload) == 2 * (6 * 5 + 5)
+
+
+def test_a_frozen_head_has_no_posterior(frozen):
+    federation, first, state = frozen
+    for who in (None, 0, 4):  # 4 is empty
+        posterior = federation.posterior(state, client=who)
+        deviation = posterior.stddev()
+        assert all((leaf == 0).all() for leaf in jax.tree.leaves(deviation["head"]))
+        assert all((leaf > 0).all() for leaf in jax.tree.leaves(deviation["body"]))
+        assert_equal(posterior.mean()["head"], first.server.newcomer.tree())
+
+
+@pytest.mark.parametrize("sampling", ["local", "weight"])
+def test_a_newcomer_with_a_frozen_head_adapts_its_body(task, train, sampling):
+    task = task._replace(finetuning=PLAIN)
+    algorithm = pfedbayes(task, zeta=0.1, head="frozen", sampling=sampling)
+    data = one_client(train, 1)
+
+    @jax.jit
+    def run():
+        server = algorithm.init(KEY)
+        client = algorithm.init_client(KEY, server)
+        return server, algorithm.personalise(KEY, server, client, data)
+
+    server, own = run()
+    assert_equal(own["head"], server.newcomer)
+    assert (own["body"].mu.vector != server.posterior.mu.vector).any()
+
+
+def test_a_frozen_head_needs_a_body(linear):
+    with pytest.raises(ValueError, match="has no body.*head='trained'"):
+        pfedbayes(linear, zeta=0.1, head="frozen")
 
 
 METHODS = ("bpfed", "cfedbayes", "fedabml", "pfedbayes", "sfedbayes")

@@ -74,6 +74,7 @@ def test_times_pfedbayes_on_two_devices(tmp_path, tiny):
     process = run(
         f"--flagfile={FOLDER / 'flagfiles' / 'pfedbayes_sgd.flags'}",
         *tiny,
+        "--zeta=0.1",  # of 8 examples SGD would not follow 10
         "--client_examples=8",
         "--batch_size=3",
         "--rounds=1",

@@ -72,6 +72,14 @@ def test_e_step_and_prior_equal_numpy():
     np.testing.assert_allclose(value, logsumexp(logits), rtol=1e-5)
     expected = (softmax(logits) @ r - m) / 0.3
     np.testing.assert_allclose(vector(gradient), expected, rtol=1e-4)
+    centre = vector(jax.jit(mixture.expected)(*args, 0.3))
+    np.testing.assert_allclose(centre, softmax(logits) @ r, rtol=1e-4, atol=1e-6)
+    # The quadratic around it lies above -log p everywhere, and touches it at m.
+    at_m = ((m - centre) ** 2).sum() / 0.6
+    for other in m + rng.normal(size=(50, 4)):
+        fit = logsumexp(-squared_distances(other[None], r)[0] / 0.6)
+        rise = ((other - centre) ** 2).sum() / 0.6 - at_m
+        assert logsumexp(logits) - fit <= rise + 1e-5
 
 
 def test_distances_of_many_weights_do_not_cancel():
@@ -144,6 +152,31 @@ def test_em_step_never_raises_the_objective():
             np.testing.assert_allclose(new[empty], r[empty], rtol=1e-6)
             r = new
     assert emptied > 10  # the kept prototypes are part of what is tested
+
+
+@pytest.mark.parametrize("prior_mean", ["zero", "previous"])
+def test_what_never_rises_with_either_prior_mean(prior_mean):
+    """K=1, N=2, m=3, σ²=0.5, r=2.4: with the prior at the last r Eq. 23 rises from 3.60
+    to 4.18, and its sum over clients falls; with the paper's 2.4 is the optimum."""
+    with jax.enable_x64(True):
+        r, m = jnp.full((1, 1), 2.4), jnp.full((2, 1), 3.0)
+        new = mixture.m_step(
+            (m - r).sum(0, keepdims=True),
+            jnp.full(1, 2.0),
+            r,
+            variance=0.5,
+            prior_mean=r if prior_mean == "previous" else None,
+            participants=2,
+            population=2,
+        )
+        r, m, new = (np.asarray(a, np.float64) for a in (r, m, new))
+    whole = [objective(at, m, 0.5, 2) for at in (r, new)]
+    clients = [value - 0.5 * (at**2).sum() for value, at in zip(whole, (r, new))]
+    if prior_mean == "zero":
+        np.testing.assert_allclose(whole, 3.6, rtol=1e-12)
+    else:
+        np.testing.assert_allclose(whole, [3.6, 4.1760], rtol=1e-12)
+        np.testing.assert_allclose(clients, [0.72, 0.0288], rtol=1e-12)
 
 
 def test_em_converges_to_a_stationary_point():

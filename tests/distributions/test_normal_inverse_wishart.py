@@ -187,6 +187,29 @@ def test_predictive_is_the_marginal_over_mean_and_covariance():
         np.testing.assert_allclose(ours, np.log(density), atol=0.04)
 
 
+def test_the_per_weight_scale_depends_on_the_clients_not_on_their_data():
+    """√(S (|D|+2) / ((N+3) (|D|+1))), S = V_0 (N+3) / n_0: 0.1 for 100 clients."""
+    for samples in (10**3, 10**5, 10**7):
+        hyper = NIWHyper(samples, clients=100, dimension=1)
+        unseen = jnp.zeros(2)
+        server = niw.posterior(
+            hyper,
+            unseen,
+            unseen,
+            centre=unseen,
+            prior_mean=unseen,
+            keep=1.0 + unseen,
+            epsilon=1e-4,
+        )
+        scale = niw.distribution(hyper, server).scale
+        np.testing.assert_allclose(scale, np.sqrt(1 / 103), rtol=1e-3)
+    # With one covariance for all, d far above |D|: √(S / |D|), which does.
+    joint = NIWHyper(10**4, clients=100, dimension=10**8)
+    v0 = joint.n0 / (joint.clients + joint.dimension + 2)
+    scale = niw.distribution(joint, NIW(unseen, jnp.full(2, v0))).scale
+    np.testing.assert_allclose(scale, 0.01, rtol=1e-3)
+
+
 def test_predictive_per_weight_is_the_marginal_of_one_weight():
     rng = np.random.default_rng(6)
     hyper = NIWHyper(samples=4, clients=4, dimension=1)

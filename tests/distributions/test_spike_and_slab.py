@@ -213,17 +213,18 @@ def clients(rng, count=6):
     return SpikeAndSlab(mean_field.from_scale(mu, sigma), logit), sigma
 
 
-def optimum(q, centre, link):
-    each = jax.vmap(spike_and_slab.moments, (0, None))(q, centre)
+def optimum(q, near):
+    each = jax.vmap(spike_and_slab.moments, (0, None))(q, near)
     mean = jax.tree.map(lambda leaf: leaf.mean(0), each)
-    return spike_and_slab.from_moments(mean, centre, link)
+    return spike_and_slab.from_moments(mean, near)
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_from_moments_weights_the_slabs_by_inclusion(link):
     q, sigmas = clients(np.random.default_rng(0))
     centre = {"w": jnp.full(2, 0.25), "b": jnp.zeros(2)}
-    found = optimum(jax.tree.map(jnp.float32, q), centre, link)
+    near = spike_and_slab.init(mean_field.init(centre, 0.3, link), 0.4)
+    found = optimum(jax.tree.map(jnp.float32, q), near)
     for name in ("w", "b"):
         mu, sigma, lam = q.slab.mu[name], sigmas[name], expit(q.logit[name])
         mean = np.average(mu, axis=0, weights=lam)
@@ -242,11 +243,12 @@ def test_from_moments_has_zero_gradient(link):
     with jax.enable_x64(True):
         q, _ = clients(rng)
         centre = jax.tree.map(lambda m: jnp.asarray(m[0]), q.slab.mu)
+        near = spike_and_slab.init(mean_field.init(centre, 1, link), 0.4)
 
         def objective(w):
             return jax.vmap(spike_and_slab.kl, (0, None))(q, w).mean()
 
-        best = optimum(q, centre, link)
+        best = optimum(q, near)
         value, gradient = jax.jit(jax.value_and_grad(objective))(best)
         for leaf in jax.tree.leaves(gradient):
             np.testing.assert_allclose(leaf, 0, atol=1e-12)
@@ -257,12 +259,31 @@ def test_from_moments_has_zero_gradient(link):
 def test_from_moments_keeps_inclusions_at_their_bounds():
     logit = jnp.full((3, 2), 200.0).at[:, 1].set(-200.0)
     q = of(jnp.full((3, 2), 0.5), jnp.zeros((3, 2)), logit)
-    found = optimum(q, jnp.full(2, 0.4), "softplus")
+    found = optimum(q, of(jnp.full(2, 0.4), jnp.zeros(2), jnp.array([10.0, -10.0])))
     np.testing.assert_allclose(
         spike_and_slab.inclusion(found), [1 - 1e-6, 1e-6], rtol=1e-5
     )
     np.testing.assert_allclose(found.slab.mu, 0.5, rtol=1e-6)
     np.testing.assert_allclose(mean_field.scale(found.slab), np.log(2), rtol=1e-5)
+
+
+def test_from_probabilities_averages_inclusions_where_parameters_average_logits():
+    """Alg. 2 averages (μ, ρ, λ)."""
+    q = jax.tree.map(jnp.float32, clients(np.random.default_rng(4))[0])
+    near = jax.tree.map(lambda leaf: leaf[0] + 0.5, q)
+    each = jax.vmap(spike_and_slab.probabilities, (0, None))(q, near)
+    mean = jax.tree.map(lambda leaf: leaf.mean(0), each)
+    found = spike_and_slab.from_probabilities(mean, near)
+    parameters = jax.tree.map(lambda leaf: leaf.mean(0), q)
+    for name in ("w", "b"):
+        inclusions = expit(q.logit[name]).mean(0)
+        np.testing.assert_allclose(expit(found.logit[name]), inclusions, rtol=1e-5)
+        assert np.abs(inclusions - expit(parameters.logit[name])).max() > 0.003
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        found.slab,
+        parameters.slab,
+    )
 
 
 def test_the_distribution_measures_and_draws_as_the_functions_do():

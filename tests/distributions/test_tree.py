@@ -18,7 +18,7 @@ NORMAL = distrax.Independent(distrax.Normal(PARAMS["body"].vector, 0.5), 1)
 
 @pytest.fixture(scope="module")
 def posterior() -> Tree:
-    return with_head(NORMAL, PARAMS)
+    return with_head(NORMAL, {"body": PARAMS["body"]}, {"head": PARAMS["head"]})
 
 
 def test_samples_are_trees_with_leading_axes_and_keep_the_head(posterior):
@@ -78,3 +78,9 @@ def test_plain_trees_have_the_same_layout():
     plain = as_tree(Blocks([NORMAL, Frozen(PARAMS["head"].vector)]), PARAMS)
     tree = {"body": BODY, "head": {"kernel": jnp.zeros((1, 2))}}
     assert as_tree(plain.base, tree).layout == plain.layout
+
+
+def test_with_a_learned_head_nothing_is_frozen():
+    whole = distrax.Independent(distrax.Normal(jnp.zeros(10), 0.5), 1)
+    std = with_head(whole, PARAMS, {}).stddev()
+    assert jax.tree.all(jax.tree.map(lambda s: (s == 0.5).all(), std))
