@@ -137,22 +137,15 @@ def fedhb_mixture(task: Task, options: FedHBMixture) -> Algorithm:
         )
         shares = mixture.responsibilities(trained, server.prototypes, options.variance)
         nearest = jnp.argmax(shares).astype(jnp.int32)
-        old_gate, fixed = split_head(server.gate, options)
-        gate, gate_value = train_gate(
-            gate_model,
-            task.training,
-            gate_key,
-            round_index,
-            old_gate,
-            fixed,
-            nearest,
-            data,
+        training, gate = task.training, server.gate
+        gate_moved, gate_value = train_gate(
+            gate_model, training, options, gate_key, round_index, gate, nearest, data
         )
         upload = {
             "nearest": nearest,
             "mass": shares,
             "model": optax.tree.sub(trained, prototype(server, nearest)),
-            "gate": optax.tree.sub(gate, old_gate),
+            "gate": gate_moved,
         }
         metrics = {
             "loss": value,
@@ -255,19 +248,16 @@ def train(
     return minimise(key, round_index, start, data, training, loss, near)
 
 
-def train_gate(gate_model, training, key, round_index, gate, fixed, nearest, data):
-    """SGD of the gate, every example labelled `nearest`: (what is learned, mean loss).
+def train_gate(gate_model, training, options, key, round_index, gate, nearest, data):
+    """SGD of the gate, every example labelled `nearest`: (how far moved, mean loss)."""
+    start, frozen = split_head(gate, options)
 
-    Args:
-      gate: what is learned of it.
-      fixed: what is not.
-    """
-
-    def loss(key, gate, batch):
+    def loss(key, learned, batch):
         labelled = batch._replace(y=jnp.full_like(batch.y, nearest))
-        return classification_loss(gate_model, {**fixed, **gate}, labelled)
+        return classification_loss(gate_model, {**frozen, **learned}, labelled)
 
-    return minimise(key, round_index, gate, data, training, loss)
+    learned, value = minimise(key, round_index, start, data, training, loss)
+    return optax.tree.sub(learned, start), value
 
 
 def statistics(server: Server, upload: dict) -> dict:

@@ -185,10 +185,13 @@ def test_global_prediction_is_the_gated_mixture(task, train):
 def test_a_gate_learns_the_label_of_the_nearest_prototype(task, train):
     gate_model, data = task.model.with_classes(2), one_client(train)
     gate = gate_model.init(KEY)
-    head, body = {"head": gate["head"]}, {"body": gate["body"]}
-    learned, loss = train_gate(gate_model, task.training, KEY, 0, body, head, 1, data)
+    moved, loss = train_gate(
+        gate_model, task.training, FedHBMixture(), KEY, 0, gate, 1, data
+    )
+    assert set(moved) == {"body"}
+    trained = {**gate, "body": optax.tree.add(gate["body"], moved["body"])}
     before, after = (
-        gate_model.apply(params, data.x[:13]) for params in (gate, {**head, **learned})
+        gate_model.apply(params, data.x[:13]) for params in (gate, trained)
     )
     margin = [np.diff(logits, axis=1).mean() for logits in (before, after)]
     assert margin[1] > margin[0] + 0.5 and loss > 0

@@ -150,7 +150,7 @@ def test_the_penalty_is_stable_at_any_strength(task, train, covariance, penalty_
 
 
 def test_many_clients_of_few_examples_stay_nearer_than_without_a_penalty(task, train):
-    """N=10,000, 20 examples, five epochs: by gradient steps 4.6 times as far."""
+    """N=10,000, 20 examples, five epochs: by gradient steps 7e13, FedBABU 1.0."""
     many = task._replace(
         clients=10_000,
         samples=200_000,

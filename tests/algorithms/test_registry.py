@@ -70,6 +70,25 @@ def test_methods_with_a_frozen_head_refuse_a_model_that_is_all_head(task, name):
         build(name, task._replace(model=model))
 
 
+@pytest.mark.parametrize("name", ["fedbabu", "fedhb_niw", "fedhb_mixture"])
+def test_a_trained_head_needs_no_body(task, train, name):
+    model = nn.build("logistic", classes=3, input_shape=(6,))
+    algorithm = build(name, task._replace(model=model), head="trained")
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), train)
+
+    def run():
+        key = jax.random.key(0)
+        server = algorithm.init(key)
+        output = algorithm.client_update(key, 0, server, (), data)
+        statistics = algorithm.statistics(server, output.upload)
+        aggregate = Aggregate(statistics, jnp.ones(()), jnp.ones(()), task.clients)
+        new = algorithm.server_update(key, 0, server, aggregate)
+        return server, new, algorithm.personalise(key, new, (), data)
+
+    server, new, _ = jax.eval_shape(run)
+    assert jax.tree.structure(server) == jax.tree.structure(new)
+
+
 @pytest.mark.parametrize(("name", "option", "value"), TRACED)
 def test_traced_options_may_be_traced(task, train, name, option, value):
     """A sweep over numbers is one program: built inside it, a method works."""
