@@ -109,17 +109,23 @@ def _out_of_distribution(
     name = config.ood_dataset
     if name is None:
         return None
-    ood = load_data(
-        dataclasses.replace(
-            config,
-            dataset=name,
-            data_file=config.ood_data_file,
-            augment=False,
-            cluster_transform="none",
-            second_dataset=None,
-            ood_dataset=None,
+    other = dataclasses.replace(
+        config,
+        dataset=name,
+        data_file=config.ood_data_file,
+        augment=False,
+        cluster_transform="none",
+        second_dataset=None,
+        ood_dataset=None,
+    )
+    if config.ood_classes:  # too few for the clients' own subsets of classes
+        other = dataclasses.replace(
+            other,
+            keep_classes=config.ood_classes,
+            partition="iid",
+            clients=len(federated.test.size),
         )
-    ).federated.test
+    ood = load_data(other).federated.test
     test = federated.test
     for what, here, there in (
         ("number of clients", len(test.size), len(ood.size)),

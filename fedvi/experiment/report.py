@@ -22,6 +22,7 @@ __all__ = [
     "check_comparison",
     "clear_comparison",
     "common_folder",
+    "differences",
     "over_seeds",
     "seed_figures",
     "summary",
@@ -42,16 +43,17 @@ _WITH_SPREAD = (
     "window",
     "adjusted_rand",
 )
-# Column of the table: header, key in the rows, factor, digits.
+# Column of the table: header, key in the rows, factor, digits. It is there if a row
+# has a figure for it.
 _COLUMNS = (
-    ("global accuracy", "global_accuracy", 1, 2),
+    ("accuracy %", "accuracy", 1, 2),
     ("std between rounds", "accuracy_std_between_rounds", 1, 2),
-    ("personalised accuracy", "personal_accuracy", 1, 2),
-    ("global ECE %", "ece", 100, 2),
-    ("global NLL", "nll", 1, 3),
+    ("ECE %", "ece", 100, 2),
+    ("NLL", "nll", 1, 3),
+    ("mutual inf.", "mutual_information", 1, 3),
+    ("OOD AUROC", "auroc_entropy", 1, 3),
     ("s/round", "round_seconds", 1, 3),
 )
-_OPTIONAL = ("accuracy_std_between_rounds",)  # shown only where a row has them
 PLOT, TABLE = "comparison.png", "comparison.txt"
 
 
@@ -197,6 +199,7 @@ def summary(
         "rounds": config.rounds,
         "evaluated_on": config.evaluated_on,
         "failed": any(one["failed"] for one in per_seed),
+        "global_model": experiment.algorithm.global_model,
         **means,
         **ending,
         "round_seconds": float(np.median([row["seconds"] for row in rows])),
@@ -284,51 +287,65 @@ def table_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows that a finished run, marked if failed, adds to the closing table.
 
     With `final_rounds` they hold the mean of the last rounds, with `window` that of
-    the evaluations there, which has no personalised accuracy.
+    the evaluations there, which has no personalised models. A method without a global
+    model has no figures of one, and none of the mutual information where there was
+    nothing to disagree: a point estimate is one sample.
     """
     method = summary["method"] + (" (failed)" if summary["failed"] else "")
+    ood = summary.get("ood")
     rows = []
     for index, one in enumerate(summary["per_seed"]):
         window = one.get("window")
         figures = window or one.get("mean_of_last_rounds") or one
-        row = {
-            "method": method,
-            "global_accuracy": figures["global"]["accuracy"],
-            "personal_accuracy": figures.get("personal", {}).get("accuracy"),
-            "ece": figures["global"]["ece"],
-            "nll": figures["global"]["nll"],
-            # One figure for all seeds.
-            "round_seconds": summary["round_seconds"] if index == 0 else None,
-        }
+        for model in MODELS:
+            found = figures.get(model, {})
+            if model == "global" and not summary["global_model"]:
+                found = {}
+            row = {"method": method, "model": model}
+            row |= {key: found.get(key) for key in ("accuracy", "ece", "nll")}
+            row["mutual_information"] = found.get("mutual_information") or None
+            rows.append(row)
+        first, second = rows[-2:]
         if window:
-            spread = window["accuracy_std_between_rounds"]
-            row["accuracy_std_between_rounds"] = spread
-        rows.append(row)
+            first["accuracy_std_between_rounds"] = window["accuracy_std_between_rounds"]
+        if index == 0:  # one figure for all seeds
+            first["round_seconds"] = summary["round_seconds"]
+        if ood:
+            second["auroc_entropy"] = ood["per_seed"][index]["auroc_entropy"]
     return rows
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned plain-text table of results, one line per method.
+    """Plain-text table of results: the global models, then the personalised ones.
 
     Args:
-      rows: one dict per method and seed: `method`, and any of `global_accuracy`,
-        `personal_accuracy` (per cent), `ece` (fraction, shown in per cent), `nll`
-        (nats), `round_seconds`. A value that is absent or None is shown as "-".
-        `accuracy_std_between_rounds` (per cent) has a column where a row has it.
+      rows: one dict per method, seed and model: `method`, `model` ("global" or
+        "personal"), and any of `accuracy`, `accuracy_std_between_rounds` (per cent),
+        `ece` (fraction, shown in per cent), `nll`, `mutual_information` (nats),
+        `auroc_entropy`, `round_seconds`. A value that is absent or None is shown as
+        "-", and a column, or a model, of nothing else is left out.
 
     Returns:
-      The table. With several seeds of a method, mean ± sample standard deviation
-      (divisor seeds - 1) over them.
+      The table, a line per method. With several seeds of a method, mean ± sample
+      standard deviation (divisor seeds - 1) over them.
     """
+    parts = [[row for row in rows if row["model"] == model] for model in MODELS]
+    return "\n\n".join(filter(None, map(_aligned, parts)))
+
+
+def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table's part of one model; empty if nothing was measured."""
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         methods.setdefault(str(row["method"]), []).append(row)
     columns = [
         column
         for column in _COLUMNS
-        if column[1] not in _OPTIONAL or any(column[1] in row for row in rows)
+        if any(row.get(column[1]) is not None for row in rows)
     ]
-    lines = [["method", *(header for header, *_ in columns)]]
+    if not columns:
+        return ""
+    lines = [[f"method ({rows[0]['model']})", *(header for header, *_ in columns)]]
     for method, seeds in methods.items():
         lines.append(
             [method]
@@ -360,6 +377,50 @@ def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
 
 
 # Several runs side by side, in the folder that holds theirs: one plot, one table.
+
+
+def differences(
+    options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
+) -> str:
+    """What every run's personalised models do better or worse than the first run's.
+
+    Args:
+      options: of the runs, which name those of one method.
+      summaries: what the `summary.json` of each holds.
+
+    Returns:
+      A line for accuracy and one for NLL: differences by seed, their mean ± standard
+      error (sample standard deviation / √seeds). Empty for one run, one seed, runs of
+      different seeds, or without personalised models.
+    """
+
+    def figures(summary, key):
+        seeds = [one.get("mean_of_last_rounds") or one for one in summary["per_seed"]]
+        return np.array([one["personal"][key] for one in seeds], float)
+
+    seeds = [summary["seeds"] for summary in summaries]
+    windows = any(summary.get("window") for summary in summaries)
+    if (
+        len(seeds) < 2
+        or len(seeds[0]) < 2
+        or windows
+        or seeds.count(seeds[0]) < len(seeds)
+    ):
+        return ""
+    names = _names(options, summaries)
+    lines = [
+        f"personalised models against those of {names[0]}, differences by seed, mean ± "
+        f"standard error of {len(seeds[0])}:"
+    ]
+    for key, header, digits in (("accuracy", "accuracy %", 2), ("nll", "NLL", 3)):
+        first, *others = (figures(summary, key) for summary in summaries)
+        parts = []
+        for name, values in zip(names[1:], others):
+            gaps = values - first
+            error = np.std(gaps, ddof=1) / np.sqrt(gaps.size)
+            parts.append(f"{name} {gaps.mean():+.{digits}f} ± {error:.{digits}f}")
+        lines.append(f"  {header}: {', '.join(parts)}")
+    return "\n".join(lines)
 
 
 def common_folder(options: Sequence[RunOptions]) -> Path | None:
@@ -415,7 +476,8 @@ def write_comparison(
         rows = _rows(options, summaries)
         if rows:
             title = f"{first['dataset']}, {first['evaluated_on']} data"
-            plots.comparison_curves(where / PLOT, rows, title=title)
+            if plots.comparison_curves(where / PLOT, rows, title=title):
+                print(f"learning curves of all: {where / PLOT}")
     except (OSError, ValueError) as error:
         print(f"no comparison in {where}: {error}")
 
@@ -423,12 +485,21 @@ def write_comparison(
 def _rows(
     options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of all runs, each with its `method`."""
+    """The rows of all runs, each with its `method`, of those models that it has."""
+    rows = []
+    for name, one, summary in zip(_names(options, summaries), options, summaries):
+        for row in folder.CsvFile(Path(one.run_dir) / folder.METRICS).rows():
+            if not summary["global_model"]:
+                row = {k: v for k, v in row.items() if not k.startswith("global_")}
+            rows.append({"method": name, **row})
+    return rows
+
+
+def _names(
+    options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What to call the runs: by their method, or by their folder if two have one."""
     names = [summary["method"] for summary in summaries]
     if len(set(names)) < len(names):  # runs of one method with different settings
         names = [Path(one.run_dir).name for one in options]
-    return [
-        {"method": name, **row}
-        for name, one in zip(names, options)
-        for row in folder.CsvFile(Path(one.run_dir) / folder.METRICS).rows()
-    ]
+    return names

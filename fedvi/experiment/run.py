@@ -108,6 +108,8 @@ def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
         summaries.append(_carry_out(experiment, options))
     results = report.table([row for one in summaries for row in report.table_rows(one)])
     text = f"{report.table_title(summaries[0])}:\n{results}"
+    if gaps := report.differences(all_options, summaries):
+        text += f"\n\n{gaps}"
     print(f"\n{text}")
     if common is not None:
         processes.on_first(
@@ -378,7 +380,8 @@ class Session:
         if "loss" in first:
             parts.append(f"loss {mean('loss'):.3f}")
         parts.append(f"{self.config.evaluated_on} accuracy")
-        parts.append(f"global {mean('global_accuracy'):.2f} %")
+        if self.experiment.algorithm.global_model:
+            parts.append(f"global {mean('global_accuracy'):.2f} %")
         if "personal" in self.scores:
             parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
             if "novel_personal_accuracy" in first:
