@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-long lint clean
 
-demo: $(VENV)/.installed  ## train six methods on embedded real images, three seeds
+demo: $(VENV)/.installed  ## train five methods on embedded real images, three seeds
 	$(BIN)/python examples/quickstart.py --flagfile=examples/flagfiles/quickstart.flags --overwrite
 
 # worksteal: files stay together but for the last ones, and both workers end at once.

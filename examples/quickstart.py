@@ -1,4 +1,4 @@
-r"""Six methods on embedded real images, each with settings of its own, in one table.
+r"""Five methods on embedded real images, each with settings of its own, in one table.
 
 ```
 python examples/quickstart.py --flagfile=examples/flagfiles/quickstart.flags
