@@ -43,9 +43,11 @@ def with_chosen(config):
 
 def main(runs):
     """Every run with its method's settings; the closing table compares them."""
-    return experiment.run_all(
+    summaries = experiment.run_all(
         [(with_chosen(config), options) for config, options in runs]
     )
+    print("what this shows, and what not: docs/runs.md, 'The quickstart'")
+    return summaries
 
 
 if __name__ == "__main__":

@@ -275,6 +275,13 @@ class ExperimentConfig:
         """The split that every figure comes from: `validation` or `test`."""
         return "validation" if self.validation_fraction else "test"
 
+    @property
+    def ood_name(self) -> str | None:
+        """What is out of distribution, for prints and plots: `digits 8, 9`."""
+        if not self.ood_classes:
+            return self.ood_dataset
+        return f"{self.ood_dataset} {', '.join(map(str, self.ood_classes))}"
+
     def partition_options(self) -> dict[str, Any]:
         """Those options of the partition that are given; other partitions' are not
         looked at."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy.special import stdtrit
 
 from fedvi import __version__
 from fedvi.experiment import folder, plots
@@ -390,8 +391,9 @@ def differences(
 
     Returns:
       A line for accuracy and one for NLL: differences by seed, their mean ± standard
-      error (sample standard deviation / √seeds). Empty for one run, one seed, runs of
-      different seeds, or without personalised models.
+      error (sample standard deviation / √seeds), and how many errors Student's t asks
+      for. Empty for one run, one seed, runs of different seeds, or without personalised
+      models.
     """
 
     def figures(summary, key):
@@ -408,9 +410,11 @@ def differences(
     ):
         return ""
     names = _names(options, summaries)
+    several = len(seeds[0])
     lines = [
-        f"personalised models against those of {names[0]}, differences by seed, mean ± "
-        f"standard error of {len(seeds[0])}:"
+        f"personalised models minus those of {names[0]}, mean ± standard error of "
+        f"{several} seeds' differences; told from 0 (95 %) beyond "
+        f"{stdtrit(several - 1, 0.975):.1f} errors:"
     ]
     for key, header, digits in (("accuracy", "accuracy %", 2), ("nll", "NLL", 3)):
         first, *others = (figures(summary, key) for summary in summaries)

@@ -81,7 +81,8 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     curves (`fedvi.experiment.report`).
 
     Mistakes in any of them are found before the first one starts: all algorithms are
-    built first. Data are loaded once for neighbours that differ in the algorithm only.
+    built first. Data are loaded once for neighbours that differ in the algorithm and
+    its learning rates only.
 
     Returns:
       What the `summary.json` of each holds; `failed` there says whether a run came to
@@ -161,7 +162,12 @@ def _prepared(
         shared, shared_for, experiments = loaded, None, []
         for config, options in runs:
             setting = dataclasses.replace(
-                config, algorithm="", options={}, selection="uniform"
+                config,
+                algorithm="",
+                options={},
+                selection="uniform",
+                learning_rate=1.0,
+                finetune_learning_rate=1.0,
             )
             if loaded is None and setting != shared_for:
                 shared, shared_for = load_data(config), setting

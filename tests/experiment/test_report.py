@@ -165,12 +165,13 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
     first, other = run("a", [50.0, 70.0]), run("b", [53.0, 72.0])
     title, *lines = of(first, other, run("c", [50.0, 60.0])).splitlines()
     assert "those of a," in title and "standard error of 2" in title
+    assert title.endswith("beyond 12.7 errors:")  # Student's t, one degree of freedom
     # 3 and 2; 0 and -10: their spread, not that of the seeds.
     assert lines == [
         "  accuracy %: b +2.50 ± 0.50, c -5.00 ± 5.00",
         "  NLL: b +0.025 ± 0.005, c -0.050 ± 0.050",
     ]
-    assert "0, differences" in of(first, first) and "1 +0.00" in of(first, first)
+    assert "those of 0, mean" in of(first, first) and "1 +0.00" in of(first, first)
     assert of(first) == of(first, other | {"seeds": [1, 2]}) == ""
     assert of(first, other | {"window": {"rounds": 4}}) == ""
     alone = [
