@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-long test-short lint clean
 
-demo: $(VENV)/.installed  ## train five methods on embedded real images
-	$(BIN)/python examples/fedhb_cifar.py --flagfile=examples/flagfiles/quickstart.flags --overwrite
+demo: $(VENV)/.installed  ## train five methods on embedded real images, three seeds
+	$(BIN)/python examples/quickstart.py --flagfile=examples/flagfiles/quickstart.flags --overwrite
 
 # worksteal: files stay together but for the last ones, and both workers end at once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal

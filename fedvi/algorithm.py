@@ -223,6 +223,9 @@ class Algorithm(NamedTuple):
         global posterior; of a clustered method that of one cluster, as `assign` gives
         it. None: the method has point estimates only.
       personal_posterior: `(server, personal) -> distrax.Distribution`, a client's.
+      global_model: False: what `global_predictive` predicts with is where clients
+        start, in whole or in part trained by nobody (local_only, BPFed), and no model
+        of the method. The closing table leaves its figures out.
       population: `(clients, samples)` of the task that it was built for, which a
         builder (`fedvi.algorithms.builder`) notes, and `point_estimate`: a federation
         of others refuses it.
@@ -245,4 +248,5 @@ class Algorithm(NamedTuple):
     reduce: Literal["sum", "stack"] = "sum"
     posterior: Callable[[Server], Any] | None = None
     personal_posterior: Callable[[Server, Personal], Any] | None = None
+    global_model: bool = True
     population: tuple[int, int] | None = None

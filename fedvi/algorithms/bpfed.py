@@ -101,7 +101,8 @@ def bpfed(task: Task, options: BPFed) -> Algorithm:
         return family.kl(*pair)
 
     network = BayesianNetwork(model, family, options)
-    return pfedbayes_of("bpfed", task, network, halves, kl)
+    algorithm = pfedbayes_of("bpfed", task, network, halves, kl)
+    return algorithm._replace(global_model=False)
 
 
 def split(model: Model, pattern: str) -> Model:

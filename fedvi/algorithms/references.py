@@ -33,6 +33,7 @@ def local_only(task: Task, options: Options) -> Algorithm:
         server_update=lambda key, round_index, server, aggregate: server,
         personalise=lambda key, server, client, data: finetune(task, key, client, data),
         broadcast=lambda server: (),
+        global_model=False,
     )
 
 

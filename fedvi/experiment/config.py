@@ -276,6 +276,12 @@ class ExperimentConfig:
         "mnist against fashion_mnist).",
     )
     ood_data_file: str | None = option(None, "The data_file of ood_dataset.")
+    ood_classes: tuple[int, ...] = option(
+        (),
+        "The keep_classes of ood_dataset, dealt out at random: where it is dataset "
+        "itself, classes that no client trains on. Empty: keep_classes, partitioned "
+        "like dataset.",
+    )
     seed: int = option(0, "Seed of the first run.", at_least=0)
     seeds: int = option(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 
@@ -326,6 +332,13 @@ class ExperimentConfig:
     def evaluated_on(self) -> str:
         """The split that every figure comes from: `validation` or `test`."""
         return "validation" if self.validation_fraction else "test"
+
+    @property
+    def ood_name(self) -> str | None:
+        """What is out of distribution, for prints and plots: `digits 8, 9`."""
+        if not self.ood_classes:
+            return self.ood_dataset
+        return f"{self.ood_dataset} {', '.join(map(str, self.ood_classes))}"
 
     def partition_options(self) -> dict[str, Any]:
         """Those options of the partition that are given; other partitions' are not
@@ -649,6 +662,20 @@ def _check_end(config: ExperimentConfig) -> None:
             f"ood_data_file={config.ood_data_file!r} needs a name for its data: "
             "give ood_dataset"
         )
+    _check_ood_classes(config)
+
+
+def _check_ood_classes(config: ExperimentConfig) -> None:
+    classes = list(config.ood_classes)
+    if classes and config.ood_dataset is None:
+        raise ValueError(f"ood_classes={classes} needs ood_dataset: give it")
+    if (config.ood_dataset, config.ood_data_file) == (config.dataset, config.data_file):
+        kept = config.keep_classes or classes  # none named: all are kept
+        if trained := [label for label in classes if label in kept]:
+            raise ValueError(
+                f"ood_classes={classes}: the clients train on {trained} of "
+                f"{config.dataset!r}: leave them out of keep_classes={list(kept)}"
+            )
 
 
 def _named(names: list[str]) -> str:

@@ -82,11 +82,10 @@ def out_of_distribution(
                 )
         per_seed.append(figures)
     means = over_seeds(per_seed, np.mean)
-    print(
-        f"out of distribution, {config.ood_dataset}: AUROC of entropy "
-        f"{means['auroc_entropy']:.4f}, of mutual information "
-        f"{means['auroc_mutual_information']:.4f}"
-    )
+    shown = f"AUROC of entropy {means['auroc_entropy']:.4f}"
+    if means["mutual_information_in"] > 0:  # several samples, which may disagree
+        shown += f", of mutual information {means['auroc_mutual_information']:.4f}"
+    print(f"out of distribution, {config.ood_name}: {shown}")
     per_seed = _with_seeds(config.seed, per_seed)
     figures = {"dataset": config.ood_dataset, **means, "per_seed": per_seed}
     return figures, uncertainty

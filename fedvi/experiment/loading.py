@@ -111,17 +111,23 @@ def _out_of_distribution(
     name, here = config.ood_dataset, f"dataset={config.data_name!r}"
     if name is None:
         return None
-    ood = load_data(
-        dataclasses.replace(
-            config,
-            dataset=name,
-            data_file=config.ood_data_file,
-            augment=False,
-            cluster_transform="none",
-            second_dataset=None,
-            ood_dataset=None,
+    other = dataclasses.replace(
+        config,
+        dataset=name,
+        data_file=config.ood_data_file,
+        augment=False,
+        cluster_transform="none",
+        second_dataset=None,
+        ood_dataset=None,
+    )
+    if config.ood_classes:  # too few for the clients' own subsets of classes
+        other = dataclasses.replace(
+            other,
+            keep_classes=config.ood_classes,
+            partition="iid",
+            clients=len(federated.test.size),
         )
-    ).federated.test
+    ood = load_data(other).federated.test
     test = federated.test
     for what, ours, theirs in (
         ("number of clients", len(test.size), len(ood.size)),

@@ -129,7 +129,7 @@ def draw(
             run_dir / folder.ENTROPY_DENSITY,
             *(_entropies(experiment, one) for one in uncertainty),
             classes=experiment.data.classes,
-            title=f"{title}, out of distribution: {config.ood_dataset}",
+            title=f"{title}, out of distribution: {config.ood_name}",
         )
     return True
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy.special import stdtrit
 
 from fedvi import __version__
 from fedvi.experiment import folder, plots
@@ -23,6 +24,7 @@ __all__ = [
     "clear_comparison",
     "common_folder",
     "comparison",
+    "differences",
     "failures",
     "labels",
     "over_seeds",
@@ -45,16 +47,17 @@ _WITH_SPREAD = (
     "window",
     "adjusted_rand",
 )
-# Column of the table: header, key in the rows, factor, digits.
+# Column of the table: header, key in the rows, factor, digits. It is there if a row
+# has a figure for it.
 _COLUMNS = (
-    ("global accuracy", "global_accuracy", 1, 2),
+    ("accuracy %", "accuracy", 1, 2),
     ("std between rounds", "accuracy_std_between_rounds", 1, 2),
-    ("personalised accuracy", "personal_accuracy", 1, 2),
-    ("global ECE %", "ece", 100, 2),
-    ("global NLL", "nll", 1, 3),
+    ("ECE %", "ece", 100, 2),
+    ("NLL", "nll", 1, 3),
+    ("mutual inf.", "mutual_information", 1, 3),
+    ("OOD AUROC", "auroc_entropy", 1, 3),
     ("s/round", "round_seconds", 1, 3),
 )
-_OPTIONAL = ("accuracy_std_between_rounds",)  # shown only where a row has them
 PLOT, TABLE = "comparison.png", "comparison.txt"
 
 
@@ -204,6 +207,7 @@ def summary(
         "rounds": config.rounds,
         "evaluated_on": config.evaluated_on,
         "failed": any(one["failed"] for one in per_seed),
+        "global_model": experiment.algorithm.global_model,
         **means,
         **ending,
         "round_seconds": float(np.median([row["seconds"] for row in rows])),
@@ -318,31 +322,39 @@ def table_rows(
     """The rows that a finished run adds to the closing table.
 
     With `final_rounds` they hold the mean of the last rounds, with `window` that of
-    the evaluations there, which has no personalised accuracy.
+    the evaluations there, which has no personalised models. A method without a global
+    model has no figures of one, and none of the mutual information where there was
+    nothing to disagree: a point estimate is one sample.
 
     Args:
       summary: of the run.
-      label: the row's name; default: the method.
+      label: the rows' name; default: the method.
     """
+    ood = summary.get("ood")
     rows = []
     for index, one in enumerate(summary["per_seed"]):
         window = one.get("window")
         figures = window or one.get("mean_of_last_rounds") or one
-        row = {
-            "method": label or summary["method"],
-            "seed": one.get("seed", index),
-            "failed": one.get("failed", summary["failed"]),
-            "global_accuracy": figures["global"]["accuracy"],
-            "personal_accuracy": figures.get("personal", {}).get("accuracy"),
-            "ece": figures["global"]["ece"],
-            "nll": figures["global"]["nll"],
-            # One figure for all seeds.
-            "round_seconds": summary["round_seconds"] if index == 0 else None,
-        }
+        for model in MODELS:
+            found = figures.get(model, {})
+            if model == "global" and not summary["global_model"]:
+                found = {}
+            row = {
+                "method": label or summary["method"],
+                "model": model,
+                "seed": one.get("seed", index),
+                "failed": one.get("failed", summary["failed"]),
+            }
+            row |= {key: found.get(key) for key in ("accuracy", "ece", "nll")}
+            row["mutual_information"] = found.get("mutual_information") or None
+            rows.append(row)
+        first, second = rows[-2:]
         if window:
-            spread = window["accuracy_std_between_rounds"]
-            row["accuracy_std_between_rounds"] = spread
-        rows.append(row)
+            first["accuracy_std_between_rounds"] = window["accuracy_std_between_rounds"]
+        if index == 0:  # one figure for all seeds
+            first["round_seconds"] = summary["round_seconds"]
+        if ood:
+            second["auroc_entropy"] = ood["per_seed"][index]["auroc_entropy"]
     return rows
 
 
@@ -406,48 +418,58 @@ def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
 def comparison(
     summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
 ) -> str:
-    """The closing table, below what it shows.
+    """The closing table, below what it shows; under it the differences.
 
     Args:
       summaries: what the `summary.json` of each holds.
       options: of the runs.
     """
     titles: dict[str, list[str]] = {}
-    rows = []
-    for summary, label in zip(summaries, labels(summaries, options)):
+    rows, names = [], labels(summaries, options)
+    for summary, label in zip(summaries, names):
         titles.setdefault(table_title(summary), []).append(label)
         rows += table_rows(summary, label)
     title = "; ".join(
         f"{', '.join(dict.fromkeys(who))} {title}" if len(titles) > 1 else title
         for title, who in titles.items()
     )
-    return f"{title}:\n{table(rows)}"
+    parts = f"{title}:\n{table(rows)}", differences(summaries, names)
+    return "\n\n".join(filter(None, parts))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned plain-text table of results, one line per method.
+    """Plain-text table of results: the global models, then the personalised ones.
 
     Args:
-      rows: one dict per method and seed: `method`, and any of `seed`,
-        `global_accuracy`, `personal_accuracy` (per cent), `ece` (fraction, shown in per
-        cent), `nll` (nats), `round_seconds`. A value that is absent or None is shown as
-        "-". `accuracy_std_between_rounds` (per cent) has a column where a row has it. A
-        seed that has `failed` is counted beside the method's name.
+      rows: one dict per method, seed and model: `method`, `model` ("global" or
+        "personal"), and any of `seed`, `accuracy`, `accuracy_std_between_rounds` (per
+        cent), `ece` (fraction, shown in per cent), `nll`, `mutual_information` (nats),
+        `auroc_entropy`, `round_seconds`. A value that is absent or None is shown as
+        "-", and a column, or a model, of nothing else is left out. A seed that has
+        `failed` is counted beside the method's name.
 
     Returns:
-      The table. With several seeds of a method, mean ± sample standard deviation
-      (divisor seeds - 1) over them.
+      The table, a line per method. With several seeds of a method, mean ± sample
+      standard deviation (divisor seeds - 1) over them.
 
     Raises:
-      ValueError: two rows of one method and seed.
+      ValueError: two rows of one method, model and seed.
     """
+    parts = [[row for row in rows if row["model"] == model] for model in MODELS]
+    return "\n\n".join(filter(None, map(_aligned, parts)))
+
+
+def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table's part of one model; empty if nothing was measured."""
     methods = by_method(rows)
     columns = [
         column
         for column in _COLUMNS
-        if column[1] not in _OPTIONAL or any(column[1] in row for row in rows)
+        if any(row.get(column[1]) is not None for row in rows)
     ]
-    lines = [["method", *(header for header, *_ in columns)]]
+    if not columns:
+        return ""
+    lines = [[f"method ({rows[0]['model']})", *(header for header, *_ in columns)]]
     for method, seeds in methods.items():
         lines.append(
             [_marked(method, [row.get("failed", False) for row in seeds])]
@@ -487,6 +509,50 @@ def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
 
 
 # Several runs side by side, in the folder that holds theirs: one plot, one table.
+
+
+def differences(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """What every run's personalised models do better or worse than the first run's.
+
+    Args:
+      summaries: what the `summary.json` of each holds.
+      names: what to call them.
+
+    Returns:
+      A line for accuracy and one for NLL: differences by seed, their mean ± standard
+      error (sample standard deviation / √seeds), and how many errors Student's t asks
+      for. Empty for one run, one seed, runs of different seeds, or without personalised
+      models.
+    """
+
+    def figures(summary, key):
+        seeds = [one.get("mean_of_last_rounds") or one for one in summary["per_seed"]]
+        return np.array([one["personal"][key] for one in seeds], float)
+
+    seeds = [summary["seeds"] for summary in summaries]
+    windows = any(summary.get("window") for summary in summaries)
+    if (
+        len(seeds) < 2
+        or len(seeds[0]) < 2
+        or windows
+        or seeds.count(seeds[0]) < len(seeds)
+    ):
+        return ""
+    several = len(seeds[0])
+    lines = [
+        f"personalised models minus those of {names[0]}, mean ± standard error of "
+        f"{several} seeds' differences; told from 0 (95 %) beyond "
+        f"{stdtrit(several - 1, 0.975):.1f} errors:"
+    ]
+    for key, header, digits in (("accuracy", "accuracy %", 2), ("nll", "NLL", 3)):
+        first, *others = (figures(summary, key) for summary in summaries)
+        parts = []
+        for name, values in zip(names[1:], others):
+            gaps = values - first
+            error = np.std(gaps, ddof=1) / np.sqrt(gaps.size)
+            parts.append(f"{name} {gaps.mean():+.{digits}f} ± {error:.{digits}f}")
+        lines.append(f"  {header}: {', '.join(parts)}")
+    return "\n".join(lines)
 
 
 def common_folder(options: Sequence[RunOptions]) -> Path | None:
@@ -543,7 +609,8 @@ def write_comparison(
         )
         rows = _rows(options, summaries)
         if rows:
-            plots.comparison_curves(where / PLOT, rows, title=title)
+            if plots.comparison_curves(where / PLOT, rows, title=title):
+                print(f"learning curves of all: {where / PLOT}")
     except (OSError, ValueError) as error:
         print(f"no comparison in {where}: {error}")
 
@@ -551,7 +618,8 @@ def write_comparison(
 def _rows(
     options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of all runs, each with its label as `method`.
+    """The rows of all runs, each with its label as `method`, of those models that it
+    has.
 
     Raises:
       ValueError: a `metrics.csv` that was changed or cut short.
@@ -559,12 +627,16 @@ def _rows(
     names = labels(summaries, options)
     failed: dict[str, list[bool]] = {}
     for name, summary in zip(names, summaries):
-        failed.setdefault(name, []).extend(row["failed"] for row in table_rows(summary))
+        seeds = [row["failed"] for row in table_rows(summary)[:: len(MODELS)]]
+        failed.setdefault(name, []).extend(seeds)
     rows = []
     for name, one, summary in zip(names, options, summaries):
         own = folder.metrics_rows(one.run_dir)
         path, last = Path(one.run_dir) / folder.METRICS, summary["rounds"]
         if path.exists() and (not own or own[-1]["round"] != last):
             raise ValueError(folder.damaged(path, f"no last row of round {last}"))
-        rows += [{"method": _marked(name, failed[name]), **row} for row in own]
+        for row in own:
+            if not summary["global_model"]:
+                row = {k: v for k, v in row.items() if not k.startswith("global_")}
+            rows.append({"method": _marked(name, failed[name]), **row})
     return rows

@@ -86,7 +86,8 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     curves (`fedvi.experiment.report`).
 
     Mistakes in any of them are found before the first one starts: all algorithms are
-    built first. Data are loaded once for neighbours that differ in the algorithm only.
+    built first. Data are loaded once for neighbours that differ in the algorithm and
+    its learning rates only.
 
     Returns:
       What the `summary.json` of each holds; `failed` there says whether a run came to
@@ -206,7 +207,12 @@ def _prepared(
         shared, shared_for, experiments = loaded, None, []
         for config, options in runs:
             setting = dataclasses.replace(
-                config, algorithm="", options={}, selection="uniform"
+                config,
+                algorithm="",
+                options={},
+                selection="uniform",
+                learning_rate=1.0,
+                finetune_learning_rate=1.0,
             )
             if new := loaded is None and setting != shared_for:
                 shared, shared_for = load_data(config), setting
@@ -437,7 +443,8 @@ class Session:
         if "loss" in first:
             parts.append(f"loss {mean('loss'):.3f}")
         parts.append(f"{self.config.evaluated_on} accuracy")
-        parts.append(f"global {mean('global_accuracy'):.2f} %")
+        if self.experiment.algorithm.global_model:
+            parts.append(f"global {mean('global_accuracy'):.2f} %")
         if "personal" in self.scores:
             parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
             if "novel_personal_accuracy" in first:

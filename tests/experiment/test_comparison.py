@@ -44,6 +44,7 @@ def finish(run_dir, config, accuracy):
             "rounds": config.rounds,
             "evaluated_on": "test",
             "failed": False,
+            "global_model": True,
             "round_seconds": 0.1,
             "seeds": [config.seed],
             "per_seed": [{"seed": config.seed, "global": figures, "personal": figures}],
@@ -78,7 +79,7 @@ def test_runs_of_one_folder_leave_their_plot_and_table(runs, tmp_path, capsys):
     assert text in capsys.readouterr().out
     lines = text.splitlines()
     assert lines[0] == "after 3 rounds, test data, mean over clients:"
-    assert [line.split()[:2] for line in lines[3:]] == [
+    assert [line.split()[:2] for line in lines[3:5]] == [
         ["fedavg", "50.00"],
         ["fedavg:round_robin", "51.00"],
     ]

@@ -64,6 +64,15 @@ def test_the_configuration_as_json_follows_every_field():
         ({"finetune_curve": (0, 2, 1)}, r"finetune_curve=\[0, 2, 1\] must be rising"),
         ({"finetune_curve": (-1, 0)}, r"finetune_curve=\[-1, 0\] must be rising"),
         ({"ood_data_file": "a.npz"}, "ood_data_file='a.npz' needs a name"),
+        ({"ood_classes": (8, 9)}, r"ood_classes=\[8, 9\] needs ood_dataset"),
+        (
+            {"ood_classes": (2, 1), "ood_dataset": "cifar100", "keep_classes": (0, 1)},
+            r"ood_classes=\[2, 1\]: the clients train on \[1\] of 'cifar100'",
+        ),
+        (
+            {"ood_classes": (2,), "ood_dataset": "cifar100"},
+            r"ood_classes=\[2\]: the clients train on \[2\]",
+        ),
         ({"novel_clients": -1}, "novel_clients=-1 must be at least 0"),
         ({"novel_clients": 100}, "novel_clients=100 of clients=100 leaves nobody"),
         ({"second_data_file": "a.npz"}, "'a.npz' needs a name .* give second_dataset"),

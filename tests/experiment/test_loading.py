@@ -56,6 +56,31 @@ def test_the_same_data_are_not_out_of_distribution(tmp_path, ood_file):
     assert load_data(change(ood_dataset=None)).ood is None
 
 
+def test_classes_that_nobody_trains_on_are_out_of_distribution():
+    config = change(
+        keep_classes=tuple(range(8)),
+        ood_dataset="digits",
+        ood_classes=(9, 8),
+        partition="class_subsets",  # of three classes, more than are left out
+        classes_per_client=3,
+        train_per_class=10,
+        test_per_class=4,
+    )
+    loaded = load_data(config)
+    digits = data.load("digits")
+    expected = digits.test_x[digits.test_y >= 8]
+    held = [x[:n] for x, n in zip(loaded.ood.x, loaded.ood.size)]
+    found = np.concatenate(held)
+    assert found.shape == expected.shape and all(map(len, held))
+    assert {x.tobytes() for x in found} == {x.tobytes() for x in expected}
+    assert loaded.federated.classes == 8
+    # Held-out training data as well, where the settings are chosen on those.
+    validation = load_data(dataclasses.replace(config, validation_fraction=0.5)).ood
+    own = {x.tobytes() for x in digits.train_x[digits.train_y >= 8]}
+    x = np.concatenate([x[:n] for x, n in zip(validation.x, validation.size)])
+    assert len(x) and {image.tobytes() for image in x} <= own
+
+
 def test_the_digest_follows_the_ood_data(ood_file):
     plain = setup.experiment(change(ood_dataset=None)).data_sha256
     assert setup.experiment(change(ood_data_file=ood_file)).data_sha256 != plain

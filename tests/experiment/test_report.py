@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from fedvi.experiment.communication import RoundBytes
-from fedvi.experiment.config import ExperimentConfig
+from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.report import (
     _mean_bytes_up,
+    differences,
     over_seeds,
     seed_figures,
     table,
@@ -97,33 +98,88 @@ def test_withheld_values_are_not_counted():
     assert _mean_bytes_up(per_round, [{"seed": 0, "round": 9}]) == 1000
 
 
-def test_the_table_has_a_row_per_seed():
-    figures = {"accuracy": 80.0, "ece": 0.1, "nll": 0.5}
-    one = {"global": figures, "personal": figures | {"accuracy": 90.0}}
-    summary = {"method": "a", "failed": False, "round_seconds": 0.2}
-    summary["per_seed"] = [one, one]
+def summary_of_two_seeds():
+    figures = {"accuracy": 80.0, "ece": 0.1, "nll": 0.5, "mutual_information": 0.0}
+    personal = figures | {"accuracy": 90.0, "mutual_information": 0.02}
+    one = {"global": figures, "personal": personal}
+    summary = {"method": "a", "failed": False, "global_model": True}
+    return summary | {"round_seconds": 0.2, "per_seed": [one, one], "seeds": [0, 1]}
+
+
+def test_the_table_has_a_row_per_seed_and_model():
+    summary = summary_of_two_seeds()
+    [one, _] = summary["per_seed"]
     rows = table_rows(summary)
-    assert [row["round_seconds"] for row in rows] == [0.2, None]
-    assert rows[0] == {
+    assert [row["model"] for row in rows] == ["global", "personal"] * 2
+    assert [row.get("round_seconds") for row in rows] == [0.2, None, None, None]
+    assert rows[1] == {
         "method": "a",
         "seed": 0,
         "failed": False,
-        "global_accuracy": 80.0,
-        "personal_accuracy": 90.0,
+        "model": "personal",
+        "accuracy": 90.0,
         "ece": 0.1,
         "nll": 0.5,
-        "round_seconds": 0.2,
+        "mutual_information": 0.02,
     }
     failed = table_rows(summary | {"failed": True}, "b")
-    assert [(row["method"], row["failed"]) for row in failed] == [("b", True)] * 2
+    assert {(row["method"], row["failed"]) for row in failed} == {("b", True)}
     last = {"rounds": 3, **{model: one[model] | {"accuracy": 1.0} for model in one}}
     averaged = table_rows(summary | {"per_seed": [one | {"mean_of_last_rounds": last}]})
-    assert averaged[0]["global_accuracy"] == averaged[0]["personal_accuracy"] == 1.0
+    assert averaged[0]["accuracy"] == averaged[1]["accuracy"] == 1.0
     assert averaged[0]["ece"] == 0.1
-    window = {"global": figures | {"nll": 0.25}, "accuracy_std_between_rounds": 2.0}
+    window = {"global": one["global"] | {"nll": 0.25}}
+    window["accuracy_std_between_rounds"] = 2.0
     windowed = table_rows(summary | {"per_seed": [one | {"window": window}]})
-    assert windowed[0]["nll"] == 0.25 and windowed[0]["personal_accuracy"] is None
+    assert windowed[0]["nll"] == 0.25 and windowed[1]["accuracy"] is None
     assert windowed[0]["accuracy_std_between_rounds"] == 2.0
+
+
+def test_what_was_not_measured_is_no_figure():
+    """A point estimate is one sample, which has nothing to disagree with; what
+    local_only and BPFed call a global model is nobody's; no other data, no AUROC."""
+    summary = summary_of_two_seeds()
+    rows = table_rows(summary)
+    assert rows[0]["mutual_information"] is None  # exactly 0
+    assert "auroc_entropy" not in rows[1]
+    ood = {"per_seed": [{"auroc_entropy": 0.7}, {"auroc_entropy": 0.8}]}
+    rows = table_rows(summary | {"global_model": False, "ood": ood})
+    assert [row.get("auroc_entropy") for row in rows] == [None, 0.7, None, 0.8]
+    assert rows[0]["accuracy"] is None and rows[0]["round_seconds"] == 0.2
+    lines = table(rows).splitlines()
+    assert cells(lines[0]) == ["method (global)", "s/round"]
+    assert cells(lines[4])[-1] == "OOD AUROC"
+    assert cells(lines[6])[-1].startswith("0.750 ± 0.07")
+
+
+def test_differences_are_taken_seed_by_seed(tmp_path):
+    def run(method, accuracies):
+        seeds = [
+            {"personal": {"accuracy": accuracy, "nll": accuracy / 100}}
+            for accuracy in accuracies
+        ]
+        return {"method": method, "seeds": [0, 1], "per_seed": seeds}
+
+    def of(*summaries):
+        options = [RunOptions(run_dir=str(tmp_path / str(i))) for i in range(3)]
+        return differences(options[: len(summaries)], summaries)
+
+    first, other = run("a", [50.0, 70.0]), run("b", [53.0, 72.0])
+    title, *lines = of(first, other, run("c", [50.0, 60.0])).splitlines()
+    assert "those of a," in title and "standard error of 2" in title
+    assert title.endswith("beyond 12.7 errors:")  # Student's t, one degree of freedom
+    # 3 and 2; 0 and -10: their spread, not that of the seeds.
+    assert lines == [
+        "  accuracy %: b +2.50 ± 0.50, c -5.00 ± 5.00",
+        "  NLL: b +0.025 ± 0.005, c -0.050 ± 0.050",
+    ]
+    assert "those of 0, mean" in of(first, first) and "1 +0.00" in of(first, first)
+    assert of(first) == of(first, other | {"seeds": [1, 2]}) == ""
+    assert of(first, other | {"window": {"rounds": 4}}) == ""
+    alone = [
+        one | {"seeds": [0], "per_seed": one["per_seed"][:1]} for one in (first, other)
+    ]
+    assert of(*alone) == ""
 
 
 def test_the_title_says_what_the_table_shows():
@@ -146,45 +202,66 @@ def cells(line):
 
 
 def test_table_is_aligned_with_mean_and_std_over_seeds():
+    first = {"method": "FedAvg", "model": "global"}
     rows = [
-        {"method": "FedAvg", "global_accuracy": 80.0, "nll": 0.51234, "ece": 0.034},
-        {"method": "FedAvg", "global_accuracy": 83.0, "nll": 0.6, "ece": None},
-        {"method": "FedHB NIW", "personal_accuracy": 93.456, "round_seconds": 0.1},
+        first | {"accuracy": 80.0, "nll": 0.51234, "ece": 0.034},
+        first | {"accuracy": 83.0, "nll": 0.6, "ece": None},
+        {"method": "FedAvg", "model": "personal"},
+        {"method": "FedHB NIW", "model": "global", "round_seconds": 0.1},
+        {"method": "FedHB NIW", "model": "personal", "accuracy": 93.456},
     ]
-    lines = table(rows).splitlines()
-    assert len({len(line) for line in lines}) == 1 and len(lines) == 4
-    names = "method|global accuracy|personalised accuracy|global ECE %|global NLL"
-    assert cells(lines[0]) == [*names.split("|"), "s/round"]
+    above, below = (part.splitlines() for part in table(rows).split("\n\n"))
+    for lines in (above, below):
+        assert len({len(line) for line in lines}) == 1 and len(lines) == 4
+    names = "method (global)|accuracy %|ECE %|NLL|s/round"
+    assert cells(above[0]) == names.split("|")
     accuracy = f"81.50 ± {np.std([80.0, 83.0], ddof=1):.2f}"
     nll = f"0.556 ± {np.std([0.51234, 0.6], ddof=1):.3f}"
-    assert cells(lines[2]) == ["FedAvg", accuracy, "-", "3.40", nll, "-"]
-    assert cells(lines[3]) == ["FedHB NIW", "-", "93.46", "-", "-", "0.100"]
+    assert cells(above[2]) == ["FedAvg", accuracy, "3.40", nll, "-"]
+    assert cells(above[3]) == ["FedHB NIW", "-", "-", "-", "0.100"]
+    assert [cells(line) for line in below[2:]] == [
+        ["FedAvg", "-"],
+        ["FedHB NIW", "93.46"],
+    ]
+
+
+def test_the_widest_table_fits_a_terminal():
+    figures = dict.fromkeys(
+        ("accuracy", "ece", "nll", "mutual_information", "auroc_entropy"), 0.75
+    )
+    row = {"method": "parallel_dsvgd", "model": "personal"} | figures
+    assert max(map(len, table([row | {"accuracy": 85.0}] * 3).splitlines())) <= 100
 
 
 def test_table_shows_the_std_between_rounds_where_there_is_one():
     rows = [
-        {"method": "a", "global_accuracy": 80.0, "accuracy_std_between_rounds": 1.25},
-        {"method": "b", "global_accuracy": 70.0},
+        {"method": "a", "accuracy": 80.0, "accuracy_std_between_rounds": 1.25},
+        {"method": "b", "accuracy": 70.0},
     ]
-    lines = table(rows).splitlines()
-    assert cells(lines[0])[:3] == ["method", "global accuracy", "std between rounds"]
-    assert cells(lines[2])[:3] == ["a", "80.00", "1.25"]
-    assert cells(lines[3])[:3] == ["b", "70.00", "-"]
+    lines = table([row | {"model": "global"} for row in rows]).splitlines()
+    names = ["method (global)", "accuracy %", "std between rounds"]
+    assert [cells(lines[0]), cells(lines[2]), cells(lines[3])] == [
+        names,
+        ["a", "80.00", "1.25"],
+        ["b", "70.00", "-"],
+    ]
 
 
 def test_the_table_counts_the_seeds_that_failed():
     rows = [{"method": "m", "failed": seed == 1, "nll": 1.0} for seed in range(3)]
     rows += [{"method": "n", "failed": True}, {"method": "o", "nll": 1.0}]
-    methods = [cells(line)[0] for line in table(rows).splitlines()[2:]]
+    lines = table([row | {"model": "global"} for row in rows]).splitlines()
+    methods = [cells(line)[0] for line in lines[2:]]
     assert methods == ["m (1 of 3 seeds failed)", "n (failed)", "o"]
 
 
 def test_two_rows_of_one_seed_are_no_seeds():
-    rows = [{"method": "m", "seed": 3, "nll": nll} for nll in (1.0, 2.0)]
+    row = {"method": "m", "model": "global", "seed": 3}
+    rows = [row | {"nll": nll} for nll in (1.0, 2.0)]
     with pytest.raises(ValueError, match="method='m' has two rows of seed 3"):
         table(rows)
 
 
 def test_table_survives_a_diverged_seed():
-    text = table([{"method": "m", "nll": value} for value in (0.5, np.inf)])
-    assert "inf ± nan" in text
+    rows = [{"method": "m", "model": "global", "nll": nll} for nll in (0.5, np.inf)]
+    assert "inf ± nan" in table(rows)

@@ -161,7 +161,7 @@ def test_a_finished_run_is_not_touched(run_dir, capsys):
     experiment.run_all([(CONFIG, options(run_dir, resume=True))])
     output = capsys.readouterr().out
     assert "finished: nothing to do" in output
-    assert "global accuracy" in output and str(run_dir) in output
+    assert "method (personal)" in output and str(run_dir) in output
     assert {p.name: p.read_bytes() for p in run_dir.iterdir()} == before
 
 
