@@ -8,7 +8,8 @@ python examples/quickstart.py --flagfile=examples/flagfiles/quickstart.flags \
 ```
 
 The second line is one of the runs that the settings below were chosen from
-(docs/runs.md). What the command line or the flag file gives goes before them.
+(docs/runs.md). What the command line or the flag file gives goes before them; other
+methods than these need a --learning_rate.
 """
 
 import dataclasses

@@ -207,6 +207,23 @@ def test_each_run_is_told_of_with_its_own_rounds(tmp_path):
     assert "; local_only after 6 rounds, test data" in first
 
 
+def test_data_are_loaded_once_whatever_the_learning_rates(runs, monkeypatch):
+    module, loads = sys.modules["fedvi.experiment.run"], []
+
+    def load(config):
+        loads.append(config)
+        return experiment.load_data(config)
+
+    monkeypatch.setattr(module, "load_data", load)
+    (first, here), (_, there) = runs
+    rates = {"learning_rate": 0.5, "finetune_learning_rate": 0.5}
+    module._prepared([(first, here), (dataclasses.replace(first, **rates), there)])
+    assert len(loads) == 1
+    other = dataclasses.replace(first, partition_seed=1)
+    module._prepared([(first, here), (other, there)])
+    assert len(loads) == 3
+
+
 def test_one_run_or_runs_of_several_folders_are_not_compared(tmp_path):
     here, there = options(tmp_path / "a"), options(tmp_path / "deep" / "b")
     assert report.common_folder([here]) is None
