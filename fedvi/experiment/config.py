@@ -669,12 +669,15 @@ def _check_ood_classes(config: ExperimentConfig) -> None:
     classes = list(config.ood_classes)
     if classes and config.ood_dataset is None:
         raise ValueError(f"ood_classes={classes} needs ood_dataset: give it")
-    if (config.ood_dataset, config.ood_data_file) == (config.dataset, config.data_file):
+    if (config.ood_dataset, config.ood_data_file) == (
+        config.data_name,
+        config.data_file,
+    ):
         kept = config.keep_classes or classes  # none named: all are kept
         if trained := [label for label in classes if label in kept]:
             raise ValueError(
                 f"ood_classes={classes}: the clients train on {trained} of "
-                f"{config.dataset!r}: leave them out of keep_classes={list(kept)}"
+                f"{config.data_name!r}: leave them out of keep_classes={list(kept)}"
             )
 
 
