@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedvi.folder_lock import FolderLock
+from fedvi.folder_lock import LOCK, FolderLock
 from fedvi.keys import is_key
 
 __all__ = ["ClientStore"]
@@ -61,7 +61,10 @@ class ClientStore:
         self._replaced = np.empty(0, np.int32)
         if self._folder is not None:
             older = _WRITERS.get(self._folder.resolve())
-            lock = FolderLock(self._folder) if older is None else older._lock
+            if older is not None and (self._folder / LOCK).exists():
+                lock = older._lock
+            else:  # the folder may have been removed under an older one
+                lock = FolderLock(self._folder)
             index, before = self._folder / INDEX, self._folder / BEFORE
             if before.exists() and not index.exists():
                 before.replace(index)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import uuid
 import warnings
 import weakref
 from pathlib import Path
@@ -43,12 +44,14 @@ class FolderLock:
         lock = FileLock(
             folder / LOCK, timeout=0, thread_local=False, fallback_to_soft=False
         )
-        self._finalizer = weakref.finalize(self, _release, lock, missing, os.getpid())
+        # For whoever is refused, and to know the file again.
+        note = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4()}\n"
+        arguments = (lock, note, missing, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, *arguments)
         try:
             lock.acquire()
-            # For whoever is refused; the disk may be full.
-            with contextlib.suppress(OSError):
-                Path(lock.lock_file).write_text(_me(), encoding="utf-8")
+            with contextlib.suppress(OSError):  # the disk may be full
+                Path(lock.lock_file).write_text(note, encoding="utf-8")
         except Timeout:
             self._finalizer.detach()
             raise ValueError(
@@ -98,23 +101,19 @@ def _unusable(name: str, folder: Path, error: OSError) -> ValueError:
     )
 
 
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 def _holder(folder: Path) -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if found := (folder / LOCK).read_text(encoding="utf-8").strip():
-            return found
+            return found.splitlines()[0]
     return "another process"
 
 
-def _release(lock: FileLock, missing: list[Path], pid: int) -> None:
+def _release(lock: FileLock, note: str, missing: list[Path], pid: int) -> None:
     if os.getpid() != pid:  # a fork of the process that holds it
         return
     with contextlib.suppress(OSError):
         # Whoever waits for the lock looks whether its file is still there.
-        if lock.is_locked and Path(lock.lock_file).read_text(encoding="utf-8") == _me():
+        if lock.is_locked and Path(lock.lock_file).read_text(encoding="utf-8") == note:
             os.unlink(lock.lock_file)
     with contextlib.suppress(OSError):
         lock.release()

@@ -189,6 +189,19 @@ def test_of_two_stores_of_one_process_the_later_one_writes(tmp_path):
     check(later, {0: 9, 1: 8, 2: 2, 3: 3, 4: 4}, 20)
 
 
+def test_a_folder_that_was_removed_is_made_and_locked_again(tmp_path):
+    """As `--overwrite` does while an interrupted run of this process is still held."""
+    store = ClientStore(LIKE, 20, tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")
+    later = ClientStore(LIKE, 20, tmp_path / "s")
+    del store  # whose lock is not that one
+    with pytest.raises(ValueError, match="is in use"):
+        FolderLock(tmp_path / "s")
+    later.write(np.arange(2), states_of([7, 8]))
+    later.commit()
+    check(later, {0: 7, 1: 8}, 20)
+
+
 def test_another_process_is_refused_while_a_store_lives(tmp_path):
     """C34; what another process would find is what a lock of our own finds."""
     store = ClientStore(LIKE, 20, tmp_path)

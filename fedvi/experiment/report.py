@@ -177,22 +177,10 @@ def summary(
       per_round: bytes.
     """
     config, true_clusters = experiment.config, experiment.data.clusters
-    per_seed = []
-    for index in range(config.seeds):
-        seed = config.seed + index
-        own = [row for row in rows if row["seed"] == seed]
-        lost = problems["lost_rounds"].get(str(seed), 0) == config.rounds
-        failure = _failure(experiment, own, finite[index], lost)
-        per_seed.append(
-            {
-                "seed": seed,
-                **seed_figures(config, own),
-                "clusters": None if clusters is None else clusters[index].tolist(),
-                "finite": bool(finite[index]),
-                "failed": failure is not None,
-                "failure": failure,
-            }
-        )
+    per_seed = [
+        _seed_summary(experiment, index, rows, problems, finite[index], clusters)
+        for index in range(config.seeds)
+    ]
     means = _over_seeds(config, per_seed)
     evaluations = len({r["round"] for r in rows if config.in_window(r["round"])})
     for one in (means, *per_seed):
@@ -233,6 +221,28 @@ def summary(
         "plan": plan,
         "versions": _versions(),
         "config": config.to_dict(),
+    }
+
+
+def _seed_summary(
+    experiment: Experiment,
+    index: int,
+    rows: Sequence[Mapping[str, Any]],
+    problems: Mapping[str, Any],
+    finite: bool,
+    clusters: np.ndarray | None,
+) -> dict[str, Any]:
+    config, seed = experiment.config, experiment.config.seed + index
+    own = [row for row in rows if row["seed"] == seed]
+    lost = problems["lost_rounds"].get(str(seed), 0) == config.rounds
+    failure = _failure(experiment, own, finite, lost)
+    return {
+        "seed": seed,
+        **seed_figures(config, own),
+        "clusters": None if clusters is None else clusters[index].tolist(),
+        "finite": bool(finite),
+        "failed": failure is not None,
+        "failure": failure,
     }
 
 
