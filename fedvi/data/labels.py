@@ -50,7 +50,9 @@ def read_labels(train_y: Any, test_y: Any, classes: int | None = None) -> Labels
         _plain("train_y", train_y),
         _plain("test_y", test_y),
     )
-    if len(test) and (_is_text(train) != _is_text(test) or wide != test_wide):
+    if not len(test):  # says nothing about its form
+        test, test_wide = test.astype(train.dtype), wide
+    if _is_text(train) != _is_text(test) or wide != test_wide:
         raise ValueError(
             f"train_y is {_described(train_y)} and test_y {_described(test_y)}: give "
             "the labels of both splits in one form"
@@ -140,7 +142,7 @@ def _mapped(train: np.ndarray, test: np.ndarray, names: np.ndarray) -> Labels:
 def _plain(key: str, y: Any) -> tuple[np.ndarray, int]:
     """Labels `[n]` as int64 or text, and the columns of one-hot ones, else 0."""
     y, wide = _column(key, y), 0
-    if y.ndim == 2 and y.dtype.kind in "biuf" and y.size:
+    if y.ndim == 2 and y.dtype.kind in "biuf" and y.shape[1]:
         if not (((y == 0) | (y == 1)).all() and (y.sum(axis=1) == 1).all()):
             raise ValueError(
                 f"{key} has shape {y.shape}, but its rows are not one-hot (a single 1 "

@@ -71,9 +71,16 @@ def normalisation(name: str, train_x: np.ndarray) -> tuple[np.ndarray, np.ndarra
       `(mean, std)`, float32 `[channels]` each.
 
     Raises:
-      ValueError: another name.
+      ValueError: another name, or "half" for features that are not in 0..1.
     """
     one_of("normalise", name, NORMALISATIONS)
+    if name == "half" and train_x.dtype != np.uint8:
+        low, high = float(train_x.min()), float(train_x.max())
+        if low < 0 or high > 1:
+            raise ValueError(
+                f"normalise='half' is for pixels in 0..1, but train_x is "
+                f"{train_x.dtype} and lies in {low:g}..{high:g}: give standardise"
+            )
     constants = NORMALISATIONS[name]
     if constants is None:
         return pixel_statistics(train_x)

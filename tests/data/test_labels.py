@@ -86,6 +86,13 @@ def test_python_objects_are_taken_for_what_they_hold():
     assert labels.read_labels([2, 1, 0], [0]).train.tolist() == [2, 1, 0]
 
 
+@pytest.mark.parametrize("nothing", [np.zeros(0), np.zeros(0, str), np.zeros((0, 3))])
+@pytest.mark.parametrize("train_y", [["a", "b"], [1, 2], np.eye(3)[:2]])
+def test_an_empty_split_has_no_form_of_its_own(train_y, nothing):
+    found = labels.read_labels(train_y, nothing)
+    assert (found.train.tolist(), found.test.shape) == ([0, 1], (0,))
+
+
 @pytest.mark.parametrize(
     ("train_y", "test_y", "message"),
     [

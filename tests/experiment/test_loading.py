@@ -154,3 +154,22 @@ def test_the_second_data_set_has_the_same_classes(ood_file):
     federated = load_data(config).federated
     # Clients 3 and 4 are of the second data set.
     assert federated.classes == 2 and set(federated.train.y[3:].flat) == {0, 1}
+
+
+def test_c22_other_data_are_on_the_scale_of_the_first(tmp_path):
+    def floats(name, factor):
+        x = np.random.default_rng(len(name)).uniform(0, factor, (60, 8, 8))
+        y = np.arange(60) % 10
+        np.savez(tmp_path / name, train_x=x, train_y=y, test_x=x, test_y=y)
+        return str(tmp_path / name)
+
+    config = change(dataset="unit", data_file=floats("unit.npz", 1))
+    wide, like = floats("wide.npz", 255), floats("alike.npz", 2)
+    load_data(dataclasses.replace(config, ood_data_file=like))
+    with pytest.raises(
+        ValueError, match="of dataset='unit' and those of ood_dataset=.*"
+    ):
+        load_data(dataclasses.replace(config, ood_data_file=wide))
+    second = dataclasses.replace(config, ood_dataset=None, second_dataset="wide")
+    with pytest.raises(ValueError, match="of 'unit' and those of 'wide' are on differ"):
+        load_data(dataclasses.replace(second, second_data_file=wide))

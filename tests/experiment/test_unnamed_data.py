@@ -114,6 +114,12 @@ def test_pixels_are_normalised_as_asked(three):
         np.testing.assert_allclose(inputs[0], low, atol=1e-6)
         np.testing.assert_allclose(inputs[1], high, atol=1e-6)
         assert f"normalise={name}" in setup.applied(config(three), built)
+    for low, high in ((-0.1, 1), (0, 1.1)):
+        with pytest.raises(
+            ValueError, match=f"float64 and lies in {low}..{high}: give"
+        ):
+            data.normalisation("half", np.array([[low], [high]]))
+    data.normalisation("half", np.array([[0.0], [1.0]]))
     with pytest.raises(ValueError, match="normalise='z' must be one of standardise, h"):
         config(three, normalise="z").validate()
 
