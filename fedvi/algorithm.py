@@ -4,7 +4,8 @@ Every function sees ONE client: no function has a leading clients axis.
 `fedvi.federation` adds that axis, by `vmap`, by a loop over chunks and over devices.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -22,11 +23,23 @@ __all__ = [
     "Importance",
     "StackedAggregate",
     "Task",
+    "own_settings",
 ]
 
 Server = Any
 Client = Any
 Personal = Any
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """JAX's defaults for types, in which algorithms are written and compiled.
+
+    A user who works in float64, or has JAX refuse to promote types, gets the same
+    states and figures as one who does not.
+    """
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 class Task(NamedTuple):

@@ -1,10 +1,9 @@
 """The federated round: the only place that knows that there are many clients."""
 
-import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedvi import checks, contract_checks, visit
-from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate
+from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate, own_settings
 from fedvi.client_map import AXIS, MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData, settled_clients
@@ -81,17 +80,6 @@ PREDICTIVES = {
     "uncertainty_personal": "personal_predictive",
 }
 """Whose predictions an evaluation is of."""
-
-
-@contextlib.contextmanager
-def own_settings() -> Iterator[None]:
-    """JAX's defaults for types, in which algorithms are written and compiled.
-
-    A user who works in float64, or has JAX refuse to promote types, gets the same
-    states and figures as one who does not.
-    """
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 class BaseFederation:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedvi import checks, contract_checks, visit
-from fedvi.algorithm import Algorithm
+from fedvi.algorithm import Algorithm, own_settings
 from fedvi.client_map import AXIS, MODEL_AXIS
 from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
@@ -24,7 +24,6 @@ from fedvi.federation import (
     BaseFederation,
     RoundMetrics,
     State,
-    own_settings,
     take,
 )
 from fedvi.keys import Purpose, derive, root_key

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedvi import checks
-from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithm import Algorithm, Task, own_settings
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
 from fedvi.options import Options, describe
@@ -42,7 +42,8 @@ def builder(options: type[Options] = Options) -> Callable:
                         f"takes {', '.join(known) or 'none'}"
                     )
             _check_task(make.__name__, task)
-            algorithm = make(task, options(**given))
+            with own_settings():
+                algorithm = make(task, options(**given))
             if not isinstance(algorithm, Algorithm):
                 return algorithm  # which the federation refuses by name
             return algorithm._replace(population=(task.clients, task.samples))
