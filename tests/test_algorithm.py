@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.algorithm import Aggregate, Algorithm, ClientOutput
+from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, Task
 
 
 def test_the_mean_of_an_aggregate_divides_by_the_weight():
@@ -23,3 +23,12 @@ def test_by_default_clients_keep_nothing_and_servers_send_everything():
     with pytest.raises(TypeError):  # all algorithms share the default
         algorithm.importance["ksd"] = None
     assert ClientOutput(1.0, 1.0).client == () == ClientOutput(1.0, 1.0).metrics
+
+
+def test_a_task_counts_the_clients_that_hold_data(task, train):
+    whole = Task.of(task.model, train)
+    assert (whole.clients, whole.samples, whole.smallest) == (6, 67, 1)
+    part = Task.of(task.model, train, candidates=[0, 1, 4])  # 4 is empty
+    assert (part.clients, part.samples, part.smallest) == (2, 33, 13)
+    nobody = Task.of(task.model, train, candidates=[4])
+    assert (nobody.clients, nobody.samples, nobody.smallest) == (0, 0, None)

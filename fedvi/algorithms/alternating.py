@@ -92,7 +92,7 @@ def require_stable(
       w_moves: whether w makes steps of its own in training.
     """
     weight = getattr(options, name)
-    examples = task.smallest or task.samples / task.clients
+    examples = max(1, task.smallest or task.samples / max(1, task.clients))
     term = f"{name}={weight} for a client of {examples:.4g} examples"
     curvature = weight / (examples * sigma**2)
     moving = w_moves and options.global_steps > 0

@@ -65,8 +65,8 @@ class Client(NamedTuple):
 
     Attributes:
       personal: q_i and its moments; never overwritten by the server.
-      prior: what w has in place of a shared half, such as BPFed's continual prior of
-        the client's own factors (η̄_i of its Alg. 1).
+      prior: of its own half, such as BPFed's continual prior of the client's own
+        factors (η̄_i of its Alg. 1), or a frozen head.
       moments: of the localised global's optimiser, which starts at the broadcast.
       updates: rounds taken part in.
     """

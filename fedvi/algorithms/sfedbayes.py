@@ -104,8 +104,10 @@ def sfedbayes(task: Task, options: SFedBayes) -> Algorithm:
     network = BayesianNetwork(task.model, family, options)
     # Here, where the optimiser still has its name.
     require_stable(task, options, "zeta", mean_field.initial_scale(options.rho))
-    rate, start = options.inclusion_rate, options.inclusion
+    rate = options.inclusion_rate
     if rate is None:
+        floor = spike_and_slab.INCLUSION_FLOOR
+        start = jnp.clip(options.inclusion, floor, 1 - floor)
         rate = 1 / (start * (1 - start))
     task = task._replace(
         training=logits_at(task.training, rate),
