@@ -91,26 +91,8 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
         which leave no prior at all; options of the density estimate with
         factor="gaussian"; more particles than fit in memory.
     """
+    _check(options)
     gaussian = options.factor == "gaussian"
-    defaults = {"kde": "lse", "first_t": "one", "local_loop_steps": None}
-    for name, default in defaults.items():
-        value = getattr(options, name)
-        if gaussian and value != default:
-            raise ValueError(
-                f"{name}={value!r} has no meaning with factor='gaussian', which "
-                "estimates no density, has p_0 exactly and no local loop: leave "
-                f"{name} at {default!r}"
-            )
-    if (
-        not gaussian
-        and options.first_t == "one"
-        and (options.kde != "lse" or options.initial == "network")
-    ):
-        raise ValueError(
-            "first_t='one' leaves the prior to the density estimate of particles drawn "
-            f"from it, but kde={options.kde!r} and initial={options.initial!r}: use "
-            "first_t='prior', or kde='lse' with initial='prior'"
-        )
     # Two sets of each client: its own and, for the HIP, its report.
     posterior = particle_posterior(task.model, options, kept=2 * task.clients)
 
@@ -155,6 +137,28 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
         },
         cohort=1,
     )
+
+
+def _check(options: DSVGD) -> None:
+    """Raises `ValueError` for options that do not suit one another."""
+    if options.factor == "gaussian":
+        defaults = {"kde": "lse", "first_t": "one", "local_loop_steps": None}
+        for name, default in defaults.items():
+            value = getattr(options, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} has no meaning with factor='gaussian', which "
+                    "estimates no density, has p_0 exactly and no local loop: leave "
+                    f"{name} at {default!r}"
+                )
+    elif options.first_t == "one" and (
+        options.kde != "lse" or options.initial == "network"
+    ):
+        raise ValueError(
+            "first_t='one' leaves the prior to the density estimate of particles drawn "
+            f"from it, but kde={options.kde!r} and initial={options.initial!r}: use "
+            "first_t='prior', or kde='lse' with initial='prior'"
+        )
 
 
 def reported_scores(
