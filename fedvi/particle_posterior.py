@@ -15,7 +15,9 @@ import optax
 
 from fedvi.distributions import priors
 from fedvi.distributions.tree import Tree
+from fedvi.evaluation import fold_batches
 from fedvi.flat import Flat, Layout, flatten, trees
+from fedvi.local import Batch
 from fedvi.nn import Model
 from fedvi.options import Options, option
 from fedvi.placement import device_memory
@@ -27,6 +29,7 @@ __all__ = ["ParticleOptions", "ParticlePosterior", "particle_posterior"]
 
 # Of a prediction: hundreds of particles shall not need that many times the activations.
 _PARTICLES_AT_ONCE = 32
+_EXAMPLES_AT_ONCE = 500  # of a likelihood: bounds the activations of all particles
 
 
 class ParticleOptions(Options):
@@ -70,7 +73,9 @@ class ParticleOptions(Options):
         above=0,
         traced=True,
     )
-    kde: ClassVar[Literal["lse", "repo", "off"]] = "lse"  # an option of `dsvgd` alone
+    # Options of `dsvgd` alone.
+    kde: ClassVar[Literal["lse", "repo", "off"]] = "lse"
+    factor: ClassVar[Literal["particles", "gaussian"]] = "particles"
 
 
 class ParticlePosterior(NamedTuple):
@@ -150,6 +155,22 @@ class ParticlePosterior(NamedTuple):
         losses, gradients = jax.vmap(jax.value_and_grad(loss))(particles)
         return -size * gradients, losses.mean()
 
+    def full_likelihood_scores(self, particles: jax.Array, data) -> jax.Array:
+        """∇ log p_k at every particle `[N, d]`, from all the client's examples."""
+
+        def add(total, number, start, x, y, mask):
+            # The first example in place of padding, of which a NaN would reach the
+            # gradient through the mask.
+            x = jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, x[:1])
+            batch = Batch(x, y, mask)
+            return total + self.likelihood_scores(particles, batch, mask.sum())[0]
+
+        if data.y.shape[0] > _EXAMPLES_AT_ONCE:
+            zero = jnp.zeros_like(particles)
+            return fold_batches(add, data, _EXAMPLES_AT_ONCE, zero)
+        mask = jnp.arange(data.y.shape[0]) < data.size
+        return add(0.0, 0, data.x, data.y, mask)
+
     def density_scores(self, points: jax.Array, particles: jax.Array) -> jax.Array:
         """∇ log q at `points`, for the density q that `particles` stand for."""
         if self.options.kde == "off":
@@ -177,13 +198,14 @@ class ParticlePosterior(NamedTuple):
     def distribution(self, particles: jax.Array) -> Tree:
         """Over the network's parameters, what the particles stand for.
 
-        With kde="lse" their kernel density estimate; else, where the algorithm has no
-        density of theirs to speak of, all mass on the particles, 1/N each (`log_prob`
-        is with respect to counting). The log precision is left out.
+        With kde="lse" their kernel density estimate; else, or with Gaussian factors,
+        where the algorithm has no density of theirs to speak of, all mass on the
+        particles, 1/N each (`log_prob` is with respect to counting). The log precision
+        is left out.
         """
         weights = particles[:, : self.size]
         kernel = distrax.Deterministic(weights)
-        if self.options.kde == "lse":
+        if self.options.kde == "lse" and self.options.factor == "particles":
             kernel = distrax.Normal(weights, self.options.kde_bandwidth)
         shares = distrax.Categorical(logits=jnp.zeros(len(weights)))
         components = distrax.Independent(kernel, 1)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
 from fedvi.algorithms.registry import builder
@@ -24,15 +25,12 @@ from fedvi.algorithms.stein_client import (
     stein_algorithm,
     visit,
 )
-from fedvi.evaluation import fold_batches
 from fedvi.local import Batch
 from fedvi.options import option
 from fedvi.particle_posterior import ParticlePosterior, particle_posterior
 from fedvi.stein import hip
 
 __all__ = ["DSVGD", "dsvgd"]
-
-_EXAMPLES_AT_ONCE = 500  # of a report: bounds the activations of all particles
 
 
 class DSVGD(SteinOptions):
@@ -43,6 +41,12 @@ class DSVGD(SteinOptions):
         "∇ log of a density that particles stand for: by log-sum-exp; as the public "
         "code, whose terms all but vanish; or none, so that a visit is SVGD on "
         "p_0·p_k.",
+    )
+    factor: Literal["particles", "gaussian"] = option(
+        "particles",
+        "What stands for t_k: particles, as in the papers; or a Gaussian fitted to the "
+        "scores of p_k at a visit's last particles, with which q = p_0·Π t_k holds "
+        "exactly and no density is estimated (`kde_bandwidth` is not used).",
     )
     report_batch_size: int | None = option(
         None,
@@ -65,7 +69,15 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
 
     the local one (Eq. 14) L' steps for $\nabla \log t_k^{(i)} = \nabla \log q^{(i)}
     - \nabla \log q^{(i-1)} + \nabla \log t_k^{(i-1)}$, each with its optimiser afresh.
-    All three densities are kernel density estimates of frozen particles.
+    All three densities are kernel density estimates of frozen particles, which does not
+    hold the posterior of all data over many visits (docs/dsvgd.md, "What the posterior
+    is worth"). With factor="gaussian" there is no estimate and no local loop:
+
+    $\nabla \log \tilde p_k = \nabla \log p_0 + \sum_{m \ne k} \nabla \log t_m
+    + \nabla \log p_k, \qquad \nabla \log t_k = h_k - \lambda_k \theta$,
+
+    h_k and λ_k `[d]` the least-squares fit to ∇ log p_k, of all the client's examples,
+    at the last particles; the server keeps Π_k t_k and sends it with its particles.
 
     `importance` has "ksd", the discrepancy between q and the client's tilted density,
     and "hip", the inner product of the SVGD directions for the client's likelihood and
@@ -76,28 +88,29 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
 
     Raises:
       ValueError: first_t="one" without a density estimate or with initial="network",
-        which leave no prior at all; more particles than fit in memory.
+        which leave no prior at all; options of the density estimate with
+        factor="gaussian"; more particles than fit in memory.
     """
-    if options.first_t == "one" and (
-        options.kde != "lse" or options.initial == "network"
-    ):
-        raise ValueError(
-            "first_t='one' leaves the prior to the density estimate of particles drawn "
-            f"from it, but kde={options.kde!r} and initial={options.initial!r}: use "
-            "first_t='prior', or kde='lse' with initial='prior'"
-        )
+    _check(options)
+    gaussian = options.factor == "gaussian"
     # Two sets of each client: its own and, for the HIP, its report.
     posterior = particle_posterior(task.model, options, kept=2 * task.clients)
 
     def client_update(key, round_index, server, client, data):
-        q = server.particles
+        old = client.factor
         new, client, metrics = visit(
-            posterior, task.training, key, round_index, q, client, data
+            posterior, task.training, key, round_index, server, client, data
         )
-        return ClientOutput(posterior.parts(new - q), 1.0, client, metrics)
+        change = optax.tree.sub(client.factor, old) if gaussian else ()
+        moved = posterior.parts(new - server.particles)
+        return ClientOutput((moved, change), 1.0, client, metrics)
 
     def server_update(key, round_index, server, aggregate):
-        return Server(server.particles + posterior.joined(aggregate.mean()))
+        moved, change = aggregate.mean()
+        return Server(
+            server.particles + posterior.joined(moved),
+            product=optax.tree.add(server.product, change),
+        )
 
     def report_scores(key, server, client, data):
         return reported_scores(posterior, key, server.particles, data)
@@ -105,7 +118,7 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
     def report_ksd(key, server, client, data):
         q = server.particles
         likelihood = reported_scores(posterior, key, q, data)
-        others = sum(other_terms(posterior, q, q, client).values())
+        others = sum(other_terms(posterior, q, server, client).values())
         first, second = likelihood[0] + others, likelihood[-1] + others
         return hip(q, first, second, kernel=posterior.kernel)
 
@@ -126,6 +139,28 @@ def dsvgd(task: Task, options: DSVGD) -> Algorithm:
     )
 
 
+def _check(options: DSVGD) -> None:
+    """Raises `ValueError` for options that do not suit one another."""
+    if options.factor == "gaussian":
+        defaults = {"kde": "lse", "first_t": "one", "local_loop_steps": None}
+        for name, default in defaults.items():
+            value = getattr(options, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} has no meaning with factor='gaussian', which "
+                    "estimates no density, has p_0 exactly and no local loop: leave "
+                    f"{name} at {default!r}"
+                )
+    elif options.first_t == "one" and (
+        options.kde != "lse" or options.initial == "network"
+    ):
+        raise ValueError(
+            "first_t='one' leaves the prior to the density estimate of particles drawn "
+            f"from it, but kde={options.kde!r} and initial={options.initial!r}: use "
+            "first_t='prior', or kde='lse' with initial='prior'"
+        )
+
+
 def reported_scores(
     posterior: ParticlePosterior, key, q: jax.Array, data
 ) -> tuple[jax.Array, ...]:
@@ -137,25 +172,16 @@ def reported_scores(
     """
     drawn = posterior.options.report_batch_size
 
-    def of_batch(x, y, mask, size):
-        return posterior.likelihood_scores(q, Batch(x, y, mask), size)[0]
-
     def of_draw(key):
         slots = jax.random.randint(key, (drawn,), 0, jnp.maximum(data.size, 1))
         mask = jnp.broadcast_to(data.size > 0, (drawn,))
-        return of_batch(data.x[slots], data.y[slots], mask, data.size)
+        batch = Batch(data.x[slots], data.y[slots], mask)
+        return posterior.likelihood_scores(q, batch, data.size)[0]
 
-    def add(total, number, start, x, y, mask):
-        return total + of_batch(_only_real(x, mask), y, mask, mask.sum())
-
-    if drawn is not None:
-        first, second = jax.random.split(key)
-        return of_draw(first), of_draw(second)
-    capacity = data.y.shape[0]
-    if capacity > _EXAMPLES_AT_ONCE:
-        return (fold_batches(add, data, _EXAMPLES_AT_ONCE, jnp.zeros_like(q)),)
-    mask = jnp.arange(capacity) < data.size
-    return (of_batch(_only_real(data.x, mask), data.y, mask, data.size),)
+    if drawn is None:
+        return (posterior.full_likelihood_scores(q, data),)
+    first, second = jax.random.split(key)
+    return of_draw(first), of_draw(second)
 
 
 def hip_with_mean(
@@ -172,9 +198,3 @@ def hip_with_mean(
     weights = counts / jnp.maximum(counts.sum(), 1)
     mean = jnp.tensordot(weights, reports[-1], axes=1)
     return jax.vmap(lambda s: hip(q, s, mean, kernel=posterior.kernel))(reports[0])
-
-
-def _only_real(x, mask):
-    """Examples with the first in place of padding, of which a NaN would reach the
-    gradient through the mask."""
-    return jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, x[:1])

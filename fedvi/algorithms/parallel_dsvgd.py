@@ -67,11 +67,10 @@ def parallel_dsvgd(task: Task, options: ParallelDSVGD) -> Algorithm:
         return Server(particles, particles)
 
     def client_update(key, round_index, server, client, data):
-        q = server.particles
         _, client, metrics = visit(
-            posterior, training, key, round_index, q, client, data
+            posterior, training, key, round_index, server, client, data
         )
-        return ClientOutput(posterior.parts(client.particles), 1.0, client, metrics)
+        return ClientOutput(posterior.parts(client.factor), 1.0, client, metrics)
 
     def server_update(key, round_index, server, aggregate):
         optimizer = training.optimizer_at(round_index)

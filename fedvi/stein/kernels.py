@@ -125,8 +125,10 @@ def median_bandwidth(particles: jax.Array) -> jax.Array:
 
     Where at least half of the pairs coincide, or all but coincide beside one thousands
     of times as far apart, the mean square distance takes the place of med²; if all
-    coincide, or with one particle, h = 1, which then does not matter: the kernel is 1
-    and nothing repels.
+    coincide, or with one particle, h = 1. SVGD does not see it: the kernel is 1 and
+    nothing repels. `ksd` and `hip` do: their trace term is then -2 κ'(0) D / h whatever
+    the scores, 2 D for `RBF` and D for `IMQ`, the same for every client, so that a
+    selection in proportion to them is more uniform than the scores are.
 
     Args:
       particles: `[N, d]`.

@@ -1,5 +1,7 @@
 """The discrepancy and the inner product against Eq. 19 by autodiff and by spectra."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,14 +163,16 @@ def test_it_vanishes_in_the_mean_for_draws_from_the_target():
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_one_and_identical_particles_have_a_finite_discrepancy(offset):  # C15
-    """‖mean score‖² + 2 D / h with h = 1, of which the V statistic is the whole."""
+@pytest.mark.parametrize(("kernel", "trace"), [("rbf", 2 * D), ("imq", D)])
+def test_one_and_identical_particles_have_a_finite_discrepancy(kernel, trace, offset):
+    """C15: ‖mean score‖² and a trace term of h = 1, the same whatever the scores."""
+    measure = functools.partial(discrepancy, kernel=KERNELS[kernel])
     same = np.repeat(PARTICLES[:1] + np.float32(offset), N, axis=0)
-    expected = np.square(SCORES1.mean(0)).sum() + 2 * D
-    found = discrepancy(same, SCORES1, kernel=RBF)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    found = discrepancy(same[:1], SCORES1[:1], kernel=RBF)
-    np.testing.assert_allclose(found, np.square(SCORES1[0]).sum() + 2 * D, rtol=1e-5)
+    for scores in (SCORES1, SCORES2):
+        expected = np.square(scores.mean(0)).sum() + trace
+        np.testing.assert_allclose(measure(same, scores), expected, rtol=1e-5)
+        expected = np.square(scores[0]).sum() + trace
+        np.testing.assert_allclose(measure(same[:1], scores[:1]), expected, rtol=1e-5)
 
 
 def test_no_array_of_pairs_times_dimension():
