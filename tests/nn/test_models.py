@@ -175,3 +175,10 @@ def test_preprocessing_may_make_images_fit():
 
     model = build("vgg", classes=10, input_shape=GREY, preprocess=pad)
     assert model.classes == 10
+
+
+def test_binary_logistic_of_other_classes_is_refused_when_it_is_made():
+    """Not while JAX traces it, where the line would be lost in a traceback."""
+    with pytest.raises(ValueError, match="has two classes, not 10: use") as error:
+        build("binary_logistic", classes=10, input_shape=(4,))
+    assert not getattr(error.value, "__notes__", None)
