@@ -29,6 +29,7 @@ CONFIG = ExperimentConfig(
     rounds=6,
     eval_every=2,
     window=3,
+    lr_decay=1.0,
     finetune_epochs=0,
     seed=7,
     seeds=2,
@@ -57,12 +58,12 @@ def loaded():
     """Client k's first pixel is FACTORS[k], and not a number for client 1."""
     loaded = load_data(CONFIG)
     train, test = loaded.federated.train, loaded.federated.test
-    x = train.x.astype(np.float32)
+    x = train.x.astype(np.float32) / 255
     x[:, 0, 0, 0, 0] = FACTORS
     federated = dataclasses.replace(
         loaded.federated,
         train=train._replace(x=x),
-        test=test._replace(x=test.x.astype(np.float32)),
+        test=test._replace(x=test.x.astype(np.float32) / 255),
     )
     return loaded._replace(federated=federated)
 

@@ -188,3 +188,10 @@ def test_sizes_that_are_no_whole_numbers_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             build("mlp", **{"classes": 3, "input_shape": (6,)} | options)
+
+
+def test_binary_logistic_of_other_classes_is_refused_when_it_is_made():
+    """Not while JAX traces it, where the line would be lost in a traceback."""
+    with pytest.raises(ValueError, match="has two classes, not 10: use") as error:
+        build("binary_logistic", classes=10, input_shape=(4,))
+    assert not getattr(error.value, "__notes__", None)
