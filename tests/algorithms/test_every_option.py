@@ -106,7 +106,10 @@ def zeros_of(experiment, federation) -> tuple[RoundMetrics, dict[str, Scores]]:
     }
 
 
-def drawn(run_dir, experiment, federation, once=set()) -> None:  # noqa: B006
+PLOTTED: set[frozenset[str]] = set()
+
+
+def tell(run_dir, experiment, federation) -> None:
     """Rows, summary and plots; plots once for each set of columns."""
     metrics, scores = zeros_of(experiment, federation)
     per_round = bytes_per_round(experiment, federation.messages)
@@ -136,8 +139,8 @@ def drawn(run_dir, experiment, federation, once=set()) -> None:  # noqa: B006
         per_round=per_round,
     )
     report.table(report.table_rows(summary))
-    if (columns := frozenset(found[0])) not in once:
-        once.add(columns)
+    if (columns := frozenset(found[0])) not in PLOTTED:
+        PLOTTED.add(columns)
         plots.draw(
             run_dir,
             experiment,
@@ -155,7 +158,7 @@ def test_it_is_traced_and_told(name, options, selection, loaded, tmp_path):
     )
     experiment = setup.experiment(config, loaded=loaded)
     federation = setup.federation(experiment, RunOptions(str(tmp_path)), None)
-    drawn(tmp_path, experiment, federation)
+    tell(tmp_path, experiment, federation)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
