@@ -53,8 +53,9 @@ class RoundMetrics(NamedTuple):
     Attributes:
       client_ids: [cohort] int32.
       empty: [cohort] bool, the client holds no data.
-      failed: [cohort] bool, the client returned a NaN or an infinity: its upload was
-        left out and its own state kept.
+      failed: [cohort] bool, the client returned a NaN, an infinity or, in its upload, a
+        number beyond `fedvi.visit.ABSURD`: its upload was left out and its own state
+        kept.
       metrics: dict of scalars, means over the participants that counted.
       choice: how a selection by importance came to this cohort; () for others.
     """

@@ -18,6 +18,7 @@ from fedvi.evaluation import score_in_batches, uncertainty_in_batches
 from fedvi.keys import Purpose, derive
 
 __all__ = [
+    "ABSURD",
     "Call",
     "Visit",
     "all_finite",
@@ -29,6 +30,11 @@ __all__ = [
     "score_personal",
     "uncertainty",
 ]
+
+
+ABSURD = 1e12
+"""No upload that counts holds a number as large. Beside 2^24 = 2e7 float32 keeps nothing
+of a 1, so that a diverged client's upload would be the cohort's whole mean."""
 
 
 class Call(NamedTuple):
@@ -76,7 +82,8 @@ def participate(
 ):
     """Trains one participant.
 
-    An empty client, and one of which a NaN or an infinity arrives, counts nothing.
+    An empty client, and one of which a NaN, an infinity or an absurd number (`ABSURD`)
+    arrives, counts nothing.
 
     Args:
       algorithm: whose `client_update` it is.
@@ -108,8 +115,8 @@ def participate(
         arrived = jax.tree.map(jnp.asarray, algorithm.statistics(call.server, upload))
     weight = output.weight.astype(jnp.float32)
     empty = visit.train.size == 0
-    finite = all_finite((arrived, output.client, weight))
-    counts = ~empty & finite
+    sane = all_finite((arrived, output.client, weight)) & all_below(ABSURD, upload)
+    counts = ~empty & sane
     # `where`, not a product with 0, which would let a NaN through.
     weight = jnp.where(counts, weight, 0.0)
     keep = partial(jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0))
@@ -125,7 +132,7 @@ def participate(
         "weight": weight,
         "counts": counts,
         "empty": empty,
-        "failed": ~empty & ~finite,
+        "failed": ~empty & ~sane,
         "uploads": () if summed else arrived,
     }
     return sums, outputs
@@ -141,8 +148,13 @@ def report(measure: Importance, call: Call, visit: Visit):
 
 def all_finite(tree: Any) -> jax.Array:
     """[] bool: no leaf holds a NaN or an infinity."""
+    return all_below(jnp.inf, tree)
+
+
+def all_below(limit: float, tree: Any) -> jax.Array:
+    """[] bool: every number of a float leaf is smaller than `limit`, and none a NaN."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]))
+    return jnp.all(jnp.array([jnp.all(jnp.abs(leaf) < limit) for leaf in leaves]))
 
 
 # In an evaluation: all take (algorithm, batch_size, call, visit).

@@ -52,7 +52,8 @@ class Problems:
                 last = first_round + metrics.failed.shape[1] - 1
                 lines.append(
                     f"WARNING: seed {seed}, rounds {first_round} to {last}: left out "
-                    f"{_several('client', sorted(failed))}: NaN or infinity returned"
+                    f"{_several('client', sorted(failed))}: NaN, infinity or an "
+                    "absurd number returned"
                 )
             self._counts["failed"] += failed
             lost = (metrics.empty[index] | metrics.failed[index]).all(-1)

@@ -447,7 +447,7 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
     assert summary["clients_with_data"] == 3
     output = capsys.readouterr().out
     assert "without training data, skipped: client 2" in output
-    assert "left out client 1: NaN or infinity returned" in output
+    assert "left out client 1: NaN, infinity or an absurd number returned" in output
     assert "WARNING: seed 7: the server's state is not finite after round 2" in output
 
 
