@@ -80,9 +80,9 @@ class FedHBNIW(Head):
     )
     penalty_scale: float = option(
         0.1,
-        "s, a factor on the penalty; 1 is the paper's. 0.1 was the best on MNIST and, for "
-        "five local epochs, on Fashion-MNIST; for one epoch there 0.3 (head frozen) and "
-        "1 (trained) were (a held-out part of the training data).",
+        "s, a factor on the penalty; 1 is the paper's. 0.1 was the best on MNIST and, "
+        "for five local epochs, on Fashion-MNIST; for one there 0.3 with a frozen head "
+        "and 1 with a trained one (a held-out part of the training data).",
         source="docs/fedhb.md",
         at_least=0,
         traced=True,
