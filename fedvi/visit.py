@@ -33,8 +33,8 @@ __all__ = [
 
 
 ABSURD = 1e12
-"""No upload that counts holds a number as large. Beside 2^24 = 2e7 float32 keeps nothing
-of a 1, so that a diverged client's upload would be the cohort's whole mean."""
+"""No upload that counts holds a number as large. Beside 2^24 = 2e7 float32 keeps
+nothing of a 1, so that a diverged client's upload would be the cohort's whole mean."""
 
 
 class Call(NamedTuple):
