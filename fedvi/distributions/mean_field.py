@@ -232,7 +232,8 @@ def from_moments(
     moved far from it and stay close together, second - first² cancels: after 100 σ,
     σ_w is off by 0.1 % (median) and 0.5 % (worst of 5,000 weights) with 100 clients,
     by 0.6 % and 3 % with 3,000; after 1,000 σ by 6 % and 59 % (of 20,000
-    weights) with 100.
+    weights) with 100. So does the variance of clients whose σ is far below that of
+    `near`: at a hundredth of it, to a part in 10³.
 
     Args:
       mean_statistics: (weighted) mean over clients of their `moments`.

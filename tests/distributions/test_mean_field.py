@@ -11,7 +11,7 @@ from fedvi.distributions import mean_field
 from fedvi.distributions.mean_field import MeanField
 
 LINKS = ("softplus", "exp")
-RHOS = np.array([-200.0, -100.0, -50.0, 0.0, 50.0, 200.0])
+RHOS = np.array([-200.0, -100.0, -50.0, 0.0, 50.0, 200.0])  # C14
 
 
 def scale64(rho, link="softplus"):
@@ -252,11 +252,11 @@ def test_from_moments_keeps_small_scales_of_clients_that_agree():
     rng = np.random.default_rng(2)
     mu = np.float32(30 + 1e-3 * rng.normal(size=(5, 200)))
     q = mean_field.from_scale(jnp.asarray(mu), jnp.full((5, 200), 1e-3))
-    found = closest(q, mean_field.init(jnp.full(200, 30.0), 0.1))
+    found = closest(q, mean_field.init(jnp.full(200, 30.0), 0.01))
     mu = mu.astype(np.float64)
     np.testing.assert_allclose(found.mu, mu.mean(0), rtol=1e-7)
     expected = np.sqrt(1e-6 + mu.var(0))
-    np.testing.assert_allclose(mean_field.scale(found), expected, rtol=1e-3)
+    np.testing.assert_allclose(mean_field.scale(found), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -311,7 +311,7 @@ def test_the_distribution_measures_and_draws_as_the_functions_do():
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-9])
-def test_scale_must_be_positive(bad, link):
+def test_scale_must_be_positive(bad, link):  # C18
     mu = {"w": jnp.zeros(3)}
     with pytest.raises(
         ValueError, match=rf"sigma\['w'\] holds {np.float32(bad)}.*above"
