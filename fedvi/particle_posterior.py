@@ -169,7 +169,7 @@ class ParticlePosterior(NamedTuple):
             zero = jnp.zeros_like(particles)
             return fold_batches(add, data, _EXAMPLES_AT_ONCE, zero)
         mask = jnp.arange(data.y.shape[0]) < data.size
-        return add(0.0, 0, data.x, data.y, mask)
+        return add(0.0, 0, 0, data.x, data.y, mask)
 
     def density_scores(self, points: jax.Array, particles: jax.Array) -> jax.Array:
         """∇ log q at `points`, for the density q that `particles` stand for."""
