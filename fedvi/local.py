@@ -346,13 +346,16 @@ def minimise(
       loss: `(key, params, Batch) -> scalar`, mean over the batch. It gets the layers,
         `trees(params)`.
       penalty: optional `(params) -> Quadratic` of the layers, added to the loss. If it
-        depends on where the parameters are, it is the quadratic that touches the true
-        penalty there from above (majorise-minimise, as in EM). With SGD each
+        depends on where the parameters are, before a step, it is the quadratic that
+        touches the true penalty there from above (majorise-minimise, as in EM). With
+        SGD each
         step ends at its exact minimum beside the step's own result (a proximal step),
         which is stable at any weight. Its step size is lr / (1 - momentum): heavy-ball
         momentum multiplies every gradient by 1 / (1 - momentum) in the long run, and
-        only with the same factor is the fixed point that of loss + penalty. Other
-        optimisers are given the gradient of the sum.
+        only with the same factor is the fixed point that of loss + penalty. The
+        penalty pulls with that factor from the first step on, the loss only after some
+        1 / (1 - momentum) steps: in a short visit the penalty counts for more than its
+        gradient would. Other optimisers are given the gradient of the sum.
 
     Returns:
       (trained params, mean of the loss without the penalty over the steps).
@@ -364,13 +367,15 @@ def minimise(
     def step(key, carry, batch):
         layers, moments, total = carry
         value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
-        if penalty is not None and not exact:
-            pull = penalty(layers).gradient(layers)
-            gradients = jax.tree.map(jnp.add, gradients, pull)
+        # Where the step starts: only there the quadratic and the penalty have the same
+        # gradient at rest.
+        near = None if penalty is None else penalty(layers)
+        if near is not None and not exact:
+            gradients = jax.tree.map(jnp.add, gradients, near.gradient(layers))
         updates, moments = optimizer.update(gradients, moments, layers)
         layers = optax.apply_updates(layers, updates)
-        if penalty is not None and exact:
-            layers = penalty(layers).proximal(layers, step_size)
+        if near is not None and exact:
+            layers = near.proximal(layers, step_size)
         return layers, moments, total + value
 
     # An SGD step on the vector would copy it twice more: into slices for the network,

@@ -10,6 +10,7 @@ import pytest
 
 from fedvi.algorithms import fedavg
 from fedvi.data import ClientData
+from fedvi.distributions import mixture
 from fedvi.flat import Flat, flatten, trees
 from fedvi.local import (
     Batch,
@@ -198,6 +199,30 @@ def test_descent_ends_at_the_minimum_of_loss_and_penalty(momentum, optimizer):
         lambda p: Quadratic(c, w),
     )
     np.testing.assert_allclose(found, (a + w * c) / (a + w), rtol=2e-3)
+
+
+@pytest.mark.parametrize("size", [1, 5, 13])
+def test_a_penalty_that_moves_is_at_rest_where_loss_and_penalty_balance(size):
+    """FedHB's Eq. 22 in one dimension, two prototypes that share the client: EM's
+    quadratic has the gradient of the penalty only where it was taken."""
+    variance, prototypes = 0.1, jnp.array([-0.3, 0.3])
+    training = LocalTraining(3000, 1, learning_rate=0.1, momentum=0.9)
+    data = ClientData(jnp.zeros((1, 1)), jnp.zeros(1, jnp.int32), jnp.int32(1))
+
+    def fit(key, m, batch):
+        return 0.05 * jnp.square(m - 0.9)
+
+    def near(m):
+        centre = mixture.expected(m, prototypes, variance)
+        return Quadratic(centre, 1 / (size * variance))
+
+    def objective(m):
+        penalty = -mixture.log_prior(m, prototypes, variance) / size
+        return fit(None, m, None) + penalty
+
+    start = jnp.float32(0.9)
+    found, _ = minimise(jax.random.key(0), 0, start, data, training, fit, near)
+    assert abs(jax.grad(objective)(found)) < 1e-5 and found < 0.5
 
 
 def test_the_penalty_never_narrows_the_stable_learning_rates():

@@ -203,8 +203,11 @@ def fitted_factor(particles: jax.Array, scores: jax.Array) -> GaussianFactor:
     apart = particles - mean[None]
     spread = jnp.sum(jnp.square(apart), axis=0)
     falls = -jnp.sum(apart * (scores - height[None]), axis=0)
-    # Particles that agree in a coordinate say nothing about its precision.
-    precision = jnp.where(spread > 0, falls / jnp.where(spread > 0, spread, 1.0), 0.0)
+    # Particles that agree in a coordinate, up to rounding, say nothing about its
+    # precision.
+    rounding = len(particles) * jnp.square(jnp.finfo(mean.dtype).eps * mean)
+    differ = spread > rounding
+    precision = jnp.where(differ, falls / jnp.where(differ, spread, 1.0), 0.0)
     precision = jnp.maximum(precision, 0.0)
     return GaussianFactor(height + precision * mean, precision)
 
