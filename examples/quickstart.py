@@ -47,7 +47,10 @@ def main(runs):
     summaries = experiment.run_all(
         [(with_chosen(config), options) for config, options in runs]
     )
-    print("what this shows, and what not: docs/runs.md, 'The quickstart'")
+    print(
+        "what this shows, and what not: docs/runs.md, 'The quickstart'; open "
+        "comparison.png beside the run folders, and entropy_density.png in pfedbayes'"
+    )
     return summaries
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from fedvi.data import settled_clients
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
 from fedvi.selection import full
@@ -62,6 +63,11 @@ class Task(NamedTuple):
     samples: int
     smallest: int | None = None
 
+    @property
+    def population(self) -> tuple[int, int, int | None]:
+        """(clients, samples, smallest): what must be true of a federation's clients."""
+        return self.clients, self.samples, self.smallest
+
     @classmethod
     def of(
         cls,
@@ -90,6 +96,7 @@ class Task(NamedTuple):
                 f"model={model!r} must be a fedvi.nn.Model, of fedvi.nn.build or "
                 "fedvi.nn.from_flax"
             )
+        train = settled_clients(train)
         if not hasattr(getattr(train, "size", None), "shape"):
             raise ValueError(
                 f"train={type(train).__name__} must be a fedvi.ClientData of all "
@@ -239,9 +246,9 @@ class Algorithm(NamedTuple):
       global_model: False: what `global_predictive` predicts with is where clients
         start, in whole or in part trained by nobody (local_only, BPFed), and no model
         of the method. The closing table leaves its figures out.
-      population: `(clients, samples)` of the task that it was built for, which a
-        builder (`fedvi.algorithms.builder`) notes, and `point_estimate`: a federation
-        of others refuses it.
+      population: `Task.population` of the task that it was built for, which a builder
+        (`fedvi.algorithms.builder`) notes, and `point_estimate`: a federation of others
+        refuses it.
         None: it does not depend on them.
     """
 
@@ -262,4 +269,4 @@ class Algorithm(NamedTuple):
     posterior: Callable[[Server], Any] | None = None
     personal_posterior: Callable[[Server, Personal], Any] | None = None
     global_model: bool = True
-    population: tuple[int, int] | None = None
+    population: tuple[int, int, int | None] | None = None

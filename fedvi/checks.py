@@ -16,6 +16,7 @@ __all__ = [
     "at_least",
     "client_data",
     "finite",
+    "finite_inputs",
     "fraction",
     "index",
     "labels",
@@ -133,6 +134,20 @@ def sizes(name: str, size: Any, capacity: int) -> None:
         raise ValueError(
             f"{name}[{i}]={sizes[i]} must lie in 0..{capacity}: a client has "
             f"{capacity} slots for examples"
+        )
+
+
+def finite_inputs(name: str, data: Any) -> None:
+    """Raises `ValueError` for a NaN or an infinity in an example of `ClientData`."""
+    x, y = np.asarray(data.x), data.y
+    if not np.issubdtype(x.dtype, np.floating):
+        return
+    real = np.arange(y.shape[1])[None] < np.asarray(data.size)[:, None]
+    whole = np.isfinite(x).reshape(*y.shape, -1).all(axis=-1)
+    if (bad := real & ~whole).any():
+        client, slot = np.argwhere(bad)[0].tolist()
+        raise ValueError(
+            f"{name}.x[{client}, {slot}] is not finite: remove or repair that example"
         )
 
 

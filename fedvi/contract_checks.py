@@ -174,20 +174,29 @@ def check_normalised(predictive: str, results: Any) -> None:
         )
 
 
-def check_population(algorithm: Algorithm, clients: int, samples: int) -> None:
+def check_population(algorithm: Algorithm, sizes: np.ndarray) -> None:
     """Checks that an algorithm was built for these clients.
+
+    Args:
+      algorithm: whose `population` is looked at.
+      sizes: numbers of examples of the clients that may take part.
 
     Raises:
       ValueError: its task counts others; names both numbers.
     """
-    if algorithm.population not in (None, (clients, samples)):
-        built, counted = algorithm.population
-        raise ValueError(
-            f"algorithm={algorithm.name} was built for a task of clients={built} and "
-            f"samples={counted}, but {clients} clients with {samples} examples may "
-            "take part here: make the task by Task.of(model, train), with candidates "
-            "where a selection has them"
-        )
+    if algorithm.population is None:
+        return
+    held = sizes[sizes > 0]
+    here = dict(clients=len(held), samples=int(held.sum()), smallest=int(held.min()))
+    built = dict(zip(here, algorithm.population, strict=True))
+    for name, count in here.items():
+        if built[name] not in (None, count):
+            raise ValueError(
+                f"algorithm={algorithm.name} was built for a task of {name}="
+                f"{built[name]}, but {name}={count} of those that may take part here: "
+                "make the task by Task.of(model, train), with candidates where a "
+                "selection has them"
+            )
 
 
 def check_selection(algorithm: Algorithm, selection: Selection) -> None:
@@ -290,6 +299,10 @@ def _check_predictions(algorithm: Algorithm, server, client, data, examples) -> 
         own_server = _check_assign(found)
     batch = (examples.x, jnp.ones(examples.y.shape, bool))
     personal = _shapes("personalise", algorithm.personalise, key, server, client, data)
+    if personal is None:
+        raise ValueError(
+            "personalise returns None: return what personal_predictive is to be given"
+        )
     predictions = {
         name: _shapes(name, getattr(algorithm, name), *arguments, *batch)
         for name, arguments in (

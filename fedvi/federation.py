@@ -156,7 +156,7 @@ class BaseFederation:
             algorithm, train, test, self.population, codec
         )
         contract_checks.check_selection(algorithm, self.selection)
-        contract_checks.check_population(algorithm, self.population, int(sizes.sum()))
+        contract_checks.check_population(algorithm, sizes)
         self.algorithm, self.codec = algorithm, codec
         self.chunk_size, self.mesh = chunk_size, mesh
         self.eval_batch_size = eval_batch_size
@@ -499,6 +499,8 @@ class Federation(BaseFederation):
         )
         for name, data in (("train", train), ("test", test)):
             contract_checks.check_labels(name, data, self.messages.classes)
+        # A client that trains on a NaN is left out and reported, round by round.
+        checks.finite_inputs("test", test)
         self.runs_at_once = runs_at_once
         self._split = mesh is not None and MODEL_AXIS in mesh.shape
         if self._split and has_flats(self.messages):

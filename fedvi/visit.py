@@ -82,8 +82,8 @@ def participate(
 ):
     """Trains one participant.
 
-    An empty client, and one of which a NaN, an infinity or an absurd number (`ABSURD`)
-    arrives, counts nothing.
+    An empty client, and one of which a NaN, an infinity, an absurd number (`ABSURD`) or
+    a negative weight arrives, counts nothing.
 
     Args:
       algorithm: whose `client_update` it is.
@@ -116,6 +116,7 @@ def participate(
     weight = output.weight.astype(jnp.float32)
     empty = visit.train.size == 0
     sane = all_finite((arrived, output.client, weight)) & all_below(ABSURD, upload)
+    sane &= weight >= 0
     counts = ~empty & sane
     # `where`, not a product with 0, which would let a NaN through.
     weight = jnp.where(counts, weight, 0.0)

@@ -328,15 +328,42 @@ def test_a_posterior_that_there_is_not_is_named(train, test):
     assert federation.posterior(state, 0).mean() == 20
 
 
+def test_inputs_to_be_scored_are_finite(train, test, task):
+    """A NaN in padding is nobody's; one in training data is left out by the round."""
+    x = np.array(test.x)
+    x[2, 3, 0] = np.nan
+    padded = test._replace(x=x, size=np.minimum(test.size, 3))
+    Federation(fedavg(task), train, padded)
+    with pytest.raises(ValueError, match=r"test.x\[2, 3\] is not finite"):
+        Federation(fedavg(task), train, test._replace(x=x))
+
+
+def test_a_negative_weight_counts_nothing(train, test):
+    plain = mean_of_data()
+
+    def client_update(*arguments):
+        output = plain.client_update(*arguments)
+        sign = jnp.where(output.client["id"] == 1, -1, 1)
+        return output._replace(weight=sign * output.weight)
+
+    algorithm = plain._replace(client_update=client_update)
+    federation = Federation(algorithm, train, test)
+    state = number_clients(federation.init(jax.random.key(0)))
+    state, metrics = federation.round(state)
+    others = np.array([0, 2, 3, 5, 6])
+    np.testing.assert_allclose(state.server, numpy_mean(train, others), rtol=1e-5)
+    np.testing.assert_array_equal(metrics.failed, np.arange(7) == 1)
+
+
 def test_an_algorithm_built_for_other_clients_is_refused(train, test, task):
-    assert Task.of(task.model, train)[3:] == (task.clients, task.samples) == (6, 67)
-    assert Task.of(task.model, train, candidates=[1, 4, 5])[3:] == (2, 33)
-    other = fedavg(task._replace(samples=66))
-    message = "clients=6 and samples=66, but 6 clients with 67 examples may take part"
-    with pytest.raises(ValueError, match=message):
-        Federation(other, train, test)
+    assert Task.of(task.model, train).population == (6, 67, 1)
+    assert Task.of(task.model, train, candidates=[1, 4, 5]).population == (2, 33, 13)
+    for name, count, other in (("samples", 67, 66), ("smallest", 1, 9)):
+        message = f"a task of {name}={other}, but {name}={count} of those that may take"
+        with pytest.raises(ValueError, match=message):
+            Federation(fedavg(task._replace(**{name: other})), train, test)
     some = uniform(7, 2, candidates=[1, 4, 5])
-    with pytest.raises(ValueError, match="but 2 clients with 33 examples"):
+    with pytest.raises(ValueError, match="task of clients=6, but clients=2 of those"):
         Federation(fedavg(task), train, test, selection=some)
     Federation(
         fedavg(Task.of(task.model, train, candidates=[1, 4, 5])),
@@ -694,7 +721,7 @@ BAD_DATA = {
     ),
     "sizes that are floats": (
         lambda data: data._replace(size=data.size * 1.0),
-        "size is float64: it must be integers",
+        "size is float32: it must be integers",
     ),
     "labels that are names": (
         lambda data: data._replace(y=data.y.astype(str)),

@@ -142,7 +142,7 @@ def point_estimate(
         "personal_predictive": personal_predictive,
     }
     functions = {**defaults, **functions}
-    functions.setdefault("population", (task.clients, task.samples))
+    functions.setdefault("population", task.population)
     return Algorithm(name, init, client_update, server_update, **functions)
 
 

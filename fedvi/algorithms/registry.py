@@ -46,7 +46,7 @@ def builder(options: type[Options] = Options) -> Callable:
                 algorithm = make(task, options(**given))
             if not isinstance(algorithm, Algorithm):
                 return algorithm  # which the federation refuses by name
-            return algorithm._replace(population=(task.clients, task.samples))
+            return algorithm._replace(population=task.population)
 
         build.options = options
         keywords = inspect.signature(options).parameters.values()

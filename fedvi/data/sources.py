@@ -34,6 +34,7 @@ KNOWN_CLASSES = {
 # Two splits of one scale are never so far apart: 0..255 is 255 times 0..1, and 40 to
 # 90 times what is standardised.
 SCALE_RATIO = 20
+NEGATIVE_SHARE = 0.1  # of the values, where another set has none
 SCALE_EXAMPLES = 1000  # looked at, of each split
 
 # Where Debian's package dataset-fashion-mnist puts the official idx files.
@@ -289,6 +290,13 @@ def check_scale(first: str, x: np.ndarray, second: str, other: np.ndarray) -> No
       first, second: what they are called.
       x, other: inputs `[n, ...]`; nothing is said about empty ones or all zeros.
     """
+    below = [float((_some(inputs) < 0).mean()) for inputs in (x, other) if len(inputs)]
+    if len(below) == 2 and min(below) == 0 and max(below) > NEGATIVE_SHARE:
+        raise ValueError(
+            f"{first} and {second} are on different scales: {below[0]:.0%} of the "
+            f"values are negative in the one and {below[1]:.0%} in the other; scale "
+            "both alike"
+        )
     sizes = [_typical(x), _typical(other)]
     if min(sizes) > 0 and max(sizes) > SCALE_RATIO * min(sizes):
         raise ValueError(
@@ -300,8 +308,12 @@ def check_scale(first: str, x: np.ndarray, second: str, other: np.ndarray) -> No
 
 def _typical(x: np.ndarray) -> float:
     """The mean of |x| over some of the examples; 0 if there are none."""
-    some = x[:: max(1, len(x) // SCALE_EXAMPLES)]
+    some = _some(x)
     return float(np.abs(some.astype(np.float64)).mean()) if some.size else 0.0
+
+
+def _some(x: np.ndarray) -> np.ndarray:
+    return x[:: max(1, len(x) // SCALE_EXAMPLES)]
 
 
 def _check_labels(key: str, y: np.ndarray, dataset: Dataset) -> None:

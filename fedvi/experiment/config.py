@@ -615,9 +615,10 @@ def _check_agreement(config: ExperimentConfig) -> None:
             f"cluster_transform={config.cluster_transform!r} and second_dataset="
             f"{config.second_dataset!r} exclude each other: give one of them"
         )
-    if not all(isinstance(width, int) and width >= 1 for width in config.hidden):
+    widths = config.hidden if isinstance(config.hidden, (tuple, list)) else [None]
+    if not all(isinstance(width, int) and width >= 1 for width in widths):
         raise ValueError(
-            f"hidden={list(config.hidden)} must be widths of at least 1, or none"
+            f"hidden={config.hidden!r} must be a tuple of widths of at least 1, or ()"
         )
     if list(config.lr_decay_at) != sorted(set(config.lr_decay_at)) or not all(
         0 < fraction < 1 for fraction in config.lr_decay_at

@@ -140,10 +140,13 @@ def writing(run_dir: str | Path) -> Iterator[None]:
         raise
     except OSError as error:
         name = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
+        saved = "nothing was saved yet"
+        if os.path.exists(Path(run_dir) / CHECKPOINT):
+            saved = "its last checkpoint is whole"
         raise ValueError(
             f"run_dir={run_dir} cannot be written to ({name}"
-            f"{error.strerror or error}): its last checkpoint is whole; see that there "
-            "is room, then go on with --resume"
+            f"{error.strerror or error}): {saved}; see that there is room, then go on "
+            "with --resume"
         ) from error
 
 

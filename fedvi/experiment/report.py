@@ -346,17 +346,18 @@ def table_rows(
         window = one.get("window")
         figures = window or one.get("mean_of_last_rounds") or one
         for model in MODELS:
-            found = figures.get(model, {})
+            found = figures["global"] if model == "global" else figures.get(model)
             if model == "global" and not summary["global_model"]:
-                found = {}
+                found = None
             row = {
                 "method": label or summary["method"],
                 "model": model,
                 "seed": one.get("seed", index),
                 "failed": one.get("failed", summary["failed"]),
             }
-            row |= {key: found.get(key) for key in ("accuracy", "ece", "nll")}
-            row["mutual_information"] = found.get("mutual_information") or None
+            for key in ("accuracy", "ece", "nll"):
+                row[key] = None if found is None else found[key]
+            row["mutual_information"] = (found or {}).get("mutual_information") or None
             rows.append(row)
         first, second = rows[-2:]
         if window:

@@ -279,7 +279,8 @@ def _train(
 
 def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
     """The summary of this very configuration and data, if the folder holds one."""
-    path = Path(options.run_dir) / folder.SUMMARY
+    run_dir = Path(options.run_dir)
+    path = run_dir / folder.SUMMARY
     if not path.exists():
         return None
     found = folder.read_json(path)
@@ -289,6 +290,8 @@ def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
         if there != here:
             return None
         report.comparison([found], [options])
+        if (run_dir / folder.METRICS).exists():
+            checkpoint.check_rows(experiment.config, run_dir, found["rounds"])
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(folder.damaged(path, why)) from error

@@ -297,10 +297,15 @@ def _look_at(
     """The shape of a module's logits; all else about it is checked."""
     dropout = []
     with nn.intercept_methods(partial(_note_dropout, dropout)):
-        logits, variables = jax.eval_shape(
-            lambda key: module.init_with_output(key, example(), **options),
-            root_key(0),
-        )
+        try:
+            logits, variables = jax.eval_shape(
+                lambda key: module.init_with_output(key, example(), **options),
+                root_key(0),
+            )
+        except KeyError as error:  # what flax.nnx says through its bridge
+            if "RngStream" not in str(error):
+                raise
+            raise _draws(name) from None
     if dropout:
         raise ValueError(
             f"module={name} has Dropout, which would never be active, not even in "
@@ -310,11 +315,15 @@ def _look_at(
     try:
         jax.eval_shape(lambda v: module.apply(v, example(), **options), variables)
     except errors.InvalidRngError:
-        raise ValueError(
-            f"module={name} draws random numbers (make_rng), for which it gets no key: "
-            "leave them out"
-        ) from None
+        raise _draws(name) from None
     return logits
+
+
+def _draws(name: str) -> ValueError:
+    return ValueError(
+        f"module={name} draws random numbers (make_rng), for which it gets no key: "
+        "leave them out"
+    )
 
 
 def _note_dropout(found: list[Any], call: Callable, arguments, keywords, context):

@@ -195,4 +195,4 @@ def test_point_estimates_tell_whom_they_are_built_for(task):
     functions = plain._asdict()
     fields = ("init", "client_update", "server_update")
     made = point_estimate("own", task, len, *(functions[name] for name in fields))
-    assert made.population == (task.clients, task.samples)
+    assert made.population == task.population

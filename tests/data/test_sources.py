@@ -227,6 +227,15 @@ def as_type(dtype, factor=1.0):
     return lambda x: (x * factor).astype(dtype)
 
 
+def test_c22_values_below_0_in_one_split_only_are_another_scale():
+    x = np.random.default_rng(0).uniform(size=(40, 6)).astype(np.float32)
+    y = np.arange(40) % 2
+    dataset = Dataset(2 * x - 1, y, x, y, 2, "own", "")
+    with pytest.raises(ValueError, match="different scales: .* negative in the one"):
+        sources.validate(dataset)
+    sources.validate(dataset._replace(test_x=2 * x - 1))
+
+
 @pytest.mark.parametrize(
     ("train", "test", "dtype"),
     [

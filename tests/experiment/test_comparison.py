@@ -19,6 +19,7 @@ CONFIG = ExperimentConfig(
     model="logistic",
     augment=False,
     rounds=3,
+    eval_every=1,
     fraction=0.4,
 )
 FILES = {report.PLOT, report.TABLE}
