@@ -149,7 +149,8 @@ def logits_at(training: LocalTraining, factor: float) -> LocalTraining:
     rate = training.learning_rate_at(0)
     bounded = training.optimizer != "sgd" and not callable(training.optimizer)
     known = not any(isinstance(number, jax.core.Tracer) for number in (rate, factor))
-    if bounded and known and training.epochs > 0 and rate * factor > MOST_OF_A_STEP:
+    looked_at = bounded and known and training.epochs > 0
+    if looked_at and rate * factor > 1.005 * MOST_OF_A_STEP:  # the message rounds
         raise ValueError(
             f"learning_rate={float(rate):.3g} with inclusion_rate={float(factor):.3g} "
             f"(by default 1 / (λ (1 - λ)) at the initial λ) moves the logits of λ by "

@@ -291,7 +291,8 @@ def test_a_rate_below_the_bound_trains(task, train, test):
     assert loss[-1] < 0.5 * loss[0] and loss.max() < 1.1 * loss[0]
     for leaf in jax.tree.leaves((state.server, state.clients)):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            assert jnp.abs(leaf).max() < 100  # what is finite can be absurd
+            # What is finite can be absurd: 2.5 here, 11 at 1.2 times the bound.
+            assert jnp.abs(leaf).max() < 5
 
 
 def test_without_the_smallest_client_the_mean_one_is_looked_at(task):
