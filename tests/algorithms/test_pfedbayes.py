@@ -243,7 +243,7 @@ def someone(linear):
     The moments are told apart from fresh ones by their momentum.
     """
     heavy = linear._replace(training=PLAIN._replace(momentum=0.9))
-    algorithm = pfedbayes(heavy, zeta=1.0)
+    algorithm = pfedbayes(heavy, zeta=0.1)
     server = jax.jit(algorithm.init)(KEY)
     client = perturbed(jax.jit(algorithm.init_client)(KEY, server), 5)
     return heavy, server, client._replace(updates=jnp.int32(3))
