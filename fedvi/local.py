@@ -109,33 +109,43 @@ def unless_zero(momentum):
     return momentum if isinstance(momentum, jax.core.Tracer) or momentum else None
 
 
-def check_stable(training: LocalTraining, curvature, term: str) -> None:
+def check_stable(
+    training: LocalTraining, curvature, term: str, chased: bool = False
+) -> None:
     """Refuses a term of a loss that SGD at this learning rate does not follow.
 
     On a loss of curvature c the step θ <- θ - v, v <- β v + lr c θ, shrinks θ only if
     lr c < 2 (1 + β): beyond, it grows without end. Other optimisers bound their steps
     and pass, as does what JAX traces. A schedule is looked at in round 0.
 
+    Two variables that descend c/2 (q - w)² in turn, each with a velocity of its own,
+    also chase each other. After a step of each at the rates a and b, they travel on
+    side by side for ever where c a b / (a + b) = 1 - β, and faster and faster beyond:
+    at equal rates from lr c = 2 (1 - β). With both rates below that, no number of steps
+    in turn was unstable that we looked at; several steps allow more.
+
     Args:
       training: learning rate, momentum and optimiser.
       curvature: c, the term's largest second derivative at the start.
       term: what the user set, for the message: "zeta=10.0".
+      chased: whether c is between two variables that move in turn.
 
     Raises:
-      ValueError: lr c >= 2 (1 + β).
+      ValueError: lr c >= 2 (1 + β), or 2 (1 - β) where two variables move.
     """
     rate = training.learning_rate_at(0)
     numbers = curvature, rate, training.momentum
     traced = any(isinstance(number, jax.core.Tracer) for number in numbers)
     if training.optimizer != "sgd" or traced:
         return
-    most = 2 * (1 + training.momentum) / max(float(curvature), 1e-30)
+    sign, momentum = ("-", -training.momentum) if chased else ("+", training.momentum)
+    most = 2 * (1 + momentum) / max(float(curvature), 1e-30)
     if not rate < most:
         raise ValueError(
             f"{term} has a curvature of {float(curvature):.3g}, on which SGD with "
             f"momentum={training.momentum} diverges from learning_rate={most:.3g} on, "
-            f"2 (1 + momentum) / curvature: learning_rate={float(rate):.3g} must be "
-            "smaller, or use optimizer='adam'"
+            f"2 (1 {sign} momentum) / curvature: learning_rate={float(rate):.3g} must "
+            "be smaller, or use optimizer='adam'"
         )
 
 

@@ -80,9 +80,10 @@ def require_stable(
 ) -> None:
     """Raises `ValueError` where SGD does not follow the KL term of every client.
 
-    weight/n KL(q ‖ w) has the curvature weight / (n σ²) in the means of either, and
-    twice that where both move, q against w. It is greatest on the client of the fewest
-    examples. The bound is that of the start: it falls where σ shrinks.
+    weight/n KL(q ‖ w) has the curvature weight / (n σ²) in the means of either. Where
+    both move they also chase each other (`check_stable`). It is greatest on the client
+    of the fewest examples. The bound is that of the start: it falls where σ shrinks.
+    Personalisation is looked at whether or not a client will be personalised from w.
 
     Args:
       task: model, local training, population.
@@ -96,10 +97,11 @@ def require_stable(
     term = f"{name}={weight} for a client of {examples:.4g} examples"
     curvature = weight / (examples * sigma**2)
     moving = w_moves and options.global_steps > 0
-    check_stable(task.training, (1 + moving) * curvature, term)
+    check_stable(task.training, curvature, term, chased=moving)
     if moving:
         w_training = at_rate(task.training, options.global_learning_rate)
-        check_stable(w_training, 2 * curvature, f"global_learning_rate: {term}")
+        w_term = f"global_learning_rate: {term}"
+        check_stable(w_training, curvature, w_term, chased=True)
     if task.finetuning.epochs > 0:
         check_stable(task.finetuning, curvature, f"in personalisation, {term}")
 

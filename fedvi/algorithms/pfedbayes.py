@@ -28,6 +28,7 @@ from fedvi.algorithms.common import check_trained, normal_init
 from fedvi.algorithms.registry import builder
 from fedvi.distributions.mean_field import initial_scale
 from fedvi.flat import in_one_piece
+from fedvi.local import LocalTraining
 from fedvi.options import option
 from fedvi.variational import (
     BayesianNetwork,
@@ -160,6 +161,9 @@ def pfedbayes(task: Task, options: PFedBayes) -> Algorithm:
     family, halves = mean_field_normal(options.rho), None
     if options.head == "frozen":
         check_trained(task, options, "pfedbayes")
+        task = task._replace(
+            training=_of_body(task.training), finetuning=_of_body(task.finetuning)
+        )
         family = frozen_head(family)
         halves = Halves(lambda q: q["body"], lambda q: q["head"], _with_head)
     network = BayesianNetwork(task.model, family, options)
@@ -263,3 +267,17 @@ def pfedbayes_of(
 
 def _with_head(body, head):
     return {"body": body, "head": head}
+
+
+def _of_body(training: LocalTraining) -> LocalTraining:
+    """`training` that leaves the head alone, which weight decay would not."""
+    if not callable(training.optimizer):
+        return training  # without a gradient those do not move
+
+    def still(updates, _):
+        return _with_head(updates["body"], optax.tree.zeros_like(updates["head"]))
+
+    def optimizer(learning_rate):
+        return optax.chain(training.optimizer(learning_rate), optax.stateless(still))
+
+    return training._replace(optimizer=optimizer)

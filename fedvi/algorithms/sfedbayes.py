@@ -14,7 +14,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.alternating import require_stable
+from fedvi.algorithms.alternating import at_rate, require_stable
 from fedvi.algorithms.pfedbayes import PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field, spike_and_slab
@@ -25,6 +25,10 @@ from fedvi.options import option
 from fedvi.variational import BayesianNetwork, bernoulli_gaussian
 
 __all__ = ["SFedBayes", "largest", "sent_whole", "sfedbayes", "withhold"]
+
+
+MOST_OF_A_STEP = 0.3
+"""Of a logit: λ moves by 0.075 at most, and 93 such steps cross its whole range."""
 
 
 class SFedBayes(PFedBayesKin):
@@ -54,9 +58,9 @@ class SFedBayes(PFedBayesKin):
     inclusion_rate: float | None = option(
         None,
         "Factor on the learning rate of the logits of λ. A step of size a on the logit "
-        "moves λ by λ (1 - λ) a; None: 1 / (λ (1 - λ)) at the initial λ, where λ then "
-        "moves as fast as if it were stepped itself (101 at 0.99).",
-        source="Alg. 2 steps λ itself; docs/sfedbayes.md",
+        "moves λ by λ (1 - λ) a; None: 1 / (λ (1 - λ)) at the initial λ (101 at 0.99), "
+        "where alone λ moves as fast as if it were stepped itself: below it, faster.",
+        source="Alg. 2 steps λ itself, at the initial λ; docs/sfedbayes.md",
         above=0,
         traced=True,
     )
@@ -92,8 +96,8 @@ def sfedbayes(task: Task, options: SFedBayes) -> Algorithm:
     the others (λ says which they are).
 
     Raises:
-      ValueError: an option outside its range, both `threshold` and `keep`, or more
-        draws than fit in memory.
+      ValueError: an option outside its range, both `threshold` and `keep`, steps of
+        the logits of λ that are too long, or more draws than fit in memory.
     """
     if options.threshold > 0 and options.keep < 1:
         raise ValueError(
@@ -136,14 +140,30 @@ def sfedbayes(task: Task, options: SFedBayes) -> Algorithm:
 
 
 def logits_at(training: LocalTraining, factor: float) -> LocalTraining:
-    """`training` whose steps of the logits of λ are `factor` times as long."""
+    """`training` whose steps of the logits of λ are `factor` times as long.
+
+    Raises:
+      ValueError: Adam and its like, whose steps are about as long as their rate, would
+        throw λ about: a logit of 13.8 is the last that has a gradient.
+    """
+    rate = training.learning_rate_at(0)
+    bounded = training.optimizer != "sgd" and not callable(training.optimizer)
+    known = not any(isinstance(number, jax.core.Tracer) for number in (rate, factor))
+    looked_at = bounded and known and training.epochs > 0
+    if looked_at and rate * factor > 1.005 * MOST_OF_A_STEP:  # the message rounds
+        raise ValueError(
+            f"learning_rate={float(rate):.3g} with inclusion_rate={float(factor):.3g} "
+            f"(by default 1 / (λ (1 - λ)) at the initial λ) moves the logits of λ by "
+            f"{rate * factor:.3g} a step, more than {MOST_OF_A_STEP}: give "
+            f"inclusion_rate={MOST_OF_A_STEP / float(rate):.3g} or less"
+        )
 
     def quicken(updates, _):
         longer = jax.tree.map(lambda step: factor * step, updates.logit)
         return updates._replace(logit=longer)
 
     def optimizer(learning_rate):
-        own = training._replace(learning_rate=learning_rate).optimizer_at(0)
+        own = at_rate(training, learning_rate).optimizer_at(0)  # may be 0 by now
         return optax.chain(own, optax.stateless(quicken))
 
     return training._replace(optimizer=optimizer)

@@ -281,10 +281,16 @@ def from_moments(
 
     Returns:
       The optimum, its λ and σ kept within the bounds of `inclusion` and
-      `mean_field.scale`; where the clients are at `near`, that to the last digit.
+      `mean_field.scale`; where the clients are at `near`, that to the last digit. The
+      mean λ that the slab is divided by is at least INCLUSION_FLOOR: where `near` has a
+      λ of almost 1 and the clients almost 0, rounding may leave less, or nothing.
     """
     change = mean_statistics["mass"]
-    mass = jax.tree.map(jnp.add, inclusion(near), change)
+    mass = jax.tree.map(
+        lambda own, moved: jnp.maximum(own + moved, INCLUSION_FLOOR),
+        inclusion(near),
+        change,
+    )
     slab = {
         name: jax.tree.map(jnp.divide, mean_statistics[name], mass)
         for name in ("first", "second")

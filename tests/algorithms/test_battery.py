@@ -30,7 +30,7 @@ CLASSES = 3
 ADAM = LocalTraining(2, 8, learning_rate=0.02, optimizer="adam")
 MEAN_FIELD = {
     "pfedbayes": {"zeta": 0.05},
-    "sfedbayes": {"zeta": 0.05},
+    "sfedbayes": {"zeta": 0.05, "inclusion_rate": 10.0},
     "cfedbayes": {"zeta": 0.05},
     "bpfed": {"zeta": 0.05},
     "fedabml": {"kl_weight": 0.001, "nu": -2.0},

@@ -240,7 +240,7 @@ def test_any_split_of_the_weights(task, train):
     # LG-FedAvg's opposite split: the body is personal. Then biases only.
     data = one_client(train, 1)
     for part, shared, personal in (("^body", 18, 35), ("bias$", 45, 8)):
-        algorithm = bpfed(task, personal_part=part)
+        algorithm = bpfed(task, zeta=0.1, personal_part=part)
 
         def output(key, algorithm=algorithm):
             server = algorithm.init(key)

@@ -243,7 +243,7 @@ def someone(linear):
     The moments are told apart from fresh ones by their momentum.
     """
     heavy = linear._replace(training=PLAIN._replace(momentum=0.9))
-    algorithm = pfedbayes(heavy, zeta=1.0)
+    algorithm = pfedbayes(heavy, zeta=0.1)
     server = jax.jit(algorithm.init)(KEY)
     client = perturbed(jax.jit(algorithm.init_client)(KEY, server), 5)
     return heavy, server, client._replace(updates=jnp.int32(3))
@@ -394,6 +394,25 @@ def test_a_newcomer_with_a_frozen_head_adapts_its_body(task, train, sampling):
     server, own = run()
     assert_equal(own["head"], server.newcomer)
     assert (own["body"].mu.vector != server.posterior.mu.vector).any()
+
+
+def test_weight_decay_does_not_reach_a_frozen_head(task, train):
+    training = LocalTraining(2, 8, 0.02, optimizer=optax.adamw)
+    task = task._replace(training=training, finetuning=training)
+    algorithm = pfedbayes(task, zeta=0.1, head="frozen")
+    data = one_client(train, 1)
+
+    @jax.jit
+    def run():
+        server = algorithm.init(KEY)
+        client = algorithm.init_client(KEY, server)
+        newcomer = algorithm.personalise(KEY, server, client, data)
+        output = algorithm.client_update(KEY, 0, server, client, data)
+        return server, newcomer, output.client
+
+    server, newcomer, client = run()
+    for head in (newcomer["head"], client.personal.posterior["head"], client.prior):
+        assert_equal(head, server.newcomer)
 
 
 def test_a_frozen_head_needs_a_body(linear):

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from fedvi.algorithm import Aggregate
-from fedvi.algorithms import pfedbayes, sfedbayes
+from fedvi.algorithms import build as build_algorithm
+from fedvi.algorithms import pfedbayes
 from fedvi.algorithms.pfedbayes import Server
 from fedvi.algorithms.sfedbayes import largest
 from fedvi.flat import trees
@@ -26,6 +27,11 @@ def assert_close(a, b, rtol=1e-4, atol=1e-5):
 
 def flat(tree):
     return np.concatenate([*map(np.ravel, jax.tree.leaves(tree))])
+
+
+def sfedbayes(task, inclusion_rate=10.0, **options):
+    """At Adam's 0.02 the default rate, 101, would make the logits jump."""
+    return build_algorithm("sfedbayes", task, inclusion_rate=inclusion_rate, **options)
 
 
 def update(algorithm, server, data, key=KEY):
@@ -225,6 +231,27 @@ def test_weights_that_no_input_reaches_stay_where_they_are(
         for leaf in after:
             np.testing.assert_array_equal(leaf[2:4], start[2:4])
             assert (leaf[:2] != start[:2]).all()
+
+
+def test_logits_that_would_jump_are_refused(linear):
+    adam = LocalTraining(1, 8, 0.001, optimizer="adam")
+
+    def at(**options):
+        return sfedbayes(linear._replace(training=adam, finetuning=adam), **options)
+
+    for inclusion, rate in ((0.99, None), (0.5, None), (0.9999, 300.0)):
+        at(inclusion=inclusion, inclusion_rate=rate)
+    with pytest.raises(ValueError, match=r"by 10 a step.* inclusion_rate=300 or less"):
+        at(inclusion=0.9999, inclusion_rate=None)
+
+
+def test_a_schedule_may_start_at_0(linear, data):
+    warm = linear.training._replace(
+        learning_rate=lambda round_index: 0.01 * jnp.maximum(round_index - 1, 0)
+    )
+    algorithm = sfedbayes(linear._replace(training=warm), zeta=0.01)
+    server = jax.jit(algorithm.init)(KEY)
+    assert not flat(update(algorithm, server, data).upload).any()
 
 
 def test_logits_step_at_a_rate_of_their_own(linear, data):

@@ -267,6 +267,18 @@ def test_from_moments_keeps_inclusions_at_their_bounds():
     np.testing.assert_allclose(mean_field.scale(found.slab), np.log(2), rtol=1e-5)
 
 
+def test_from_moments_of_clients_that_left_a_near_of_almost_1():
+    """The mean λ, 1 + (10⁻⁶ - 1) in float32, may be 0: the slab stays finite."""
+    q = of(jnp.full((3, 2), 0.5), jnp.zeros((3, 2)), jnp.full((3, 2), -20.0))
+    found = optimum(q, of(jnp.full(2, 0.4), jnp.zeros(2), jnp.full(2, 20.0)))
+    np.testing.assert_allclose(found.slab.mu, 0.5, atol=0.02)
+    np.testing.assert_allclose(mean_field.scale(found.slab), np.log(2), rtol=0.05)
+    none = {"mass": -jnp.ones(2), "first": jnp.zeros(2), "second": jnp.zeros(2)}
+    near = of(jnp.full(2, 0.4), jnp.zeros(2), jnp.full(2, 20.0))
+    found = spike_and_slab.from_moments(none, near)
+    np.testing.assert_allclose(found.slab.mu, 0.4)
+
+
 def test_from_probabilities_averages_inclusions_where_parameters_average_logits():
     """Alg. 2 averages (μ, ρ, λ)."""
     q = jax.tree.map(jnp.float32, clients(np.random.default_rng(4))[0])
