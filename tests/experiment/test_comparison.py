@@ -266,14 +266,15 @@ def test_overwrite_removes_it_before_the_runs_start(tmp_path, monkeypatch):
     assert names_in(tmp_path) == {"notes.txt"}
 
 
-def test_a_comparison_that_cannot_be_written_stops_nothing(runs, tmp_path, capsys):
+def test_rows_that_were_changed_are_named_though_the_run_is_finished(runs, tmp_path):
+    """C36; without any rows, which are the user's to delete, there is a table."""
     (tmp_path / "fedavg" / folder.METRICS).unlink()
     experiment.run_all(runs)
     assert FILES < names_in(tmp_path)
     path = tmp_path / "fedavg" / folder.METRICS
-    for text in ("not,ours\n1,2\n", "round,global_nll\n1,2\n", "{}"):  # C36
+    for text in ("not,ours\n1,2\n", "round,global_nll\n1,2\n", "{}"):
         path.write_text(text)
-        summaries = experiment.run_all(runs)
-        assert len(summaries) == 2
-        assert f"no comparison in {tmp_path}: {path}" in capsys.readouterr().out
+        with pytest.raises(ValueError, match=f"{path} ") as error:
+            experiment.run_all(runs)
+        assert "\n" not in str(error.value)
     assert json.loads((tmp_path / "fedavg" / folder.SUMMARY).read_text())
