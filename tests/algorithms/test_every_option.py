@@ -31,7 +31,7 @@ WITH = {
 }
 # Options of text that is no choice.
 TEXTS = {"personal_part": ["body"]}
-NUMBERS = (3, 2, 1, 0.3, 0.7, 0.0)
+NUMBERS = {int: (3, 2, 1, 0), float: (0.3, 0.7, 3.0, 0.0)}
 CONFIG = ExperimentConfig(
     dataset="digits",
     partition="iid",
@@ -56,7 +56,7 @@ def other_values(options: type, field: dataclasses.Field) -> list:
     if kinds_of(hint) == (str,):
         return TEXTS[field.name]
     for kind in kinds_of(hint):
-        for number in map(kind, NUMBERS):
+        for number in NUMBERS[kind]:
             try:
                 options(**{field.name: number})
             except ValueError:
