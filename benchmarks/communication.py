@@ -26,7 +26,7 @@ ROWS["sfedbayes, keep=0.5"] = ("sfedbayes", {"keep": KEEP})
 def row(label: str, name: str, options: dict) -> str:
     """One method: bytes up with each codec, and down."""
     model = nn.build("mlp", classes=10, input_shape=(784,), hidden=(100,))
-    training = LocalTraining(epochs=1, batch_size=50)
+    training = LocalTraining(epochs=1, batch_size=50, learning_rate=0.01)
     task = Task(model, training, training, clients=100, samples=100 * EXAMPLES)
     clients = ClientData(
         jax.ShapeDtypeStruct((100, EXAMPLES, 784), np.uint8),

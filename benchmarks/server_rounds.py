@@ -45,7 +45,8 @@ ROUNDS = {
 def build(name: str, options: dict, hidden: int, train, **how):
     """The federation of an algorithm on an MLP with one hidden layer."""
     model = nn.build("mlp", classes=CLASSES, input_shape=(INPUTS,), hidden=(hidden,))
-    training = LocalTraining(batch_size=FLAGS.batch_size)
+    # The bound of pFedBayes at the benchmark's sizes.
+    training = LocalTraining(batch_size=FLAGS.batch_size, learning_rate=1e-4)
     return federations.build(name, model, training, train, options=options, **how)
 
 

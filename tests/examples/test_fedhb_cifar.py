@@ -154,7 +154,7 @@ def test_a_failed_run_ends_in_an_error_after_the_table(folder):
     )
     assert code == 1
     assert "\nfedavg (failed) " in output
-    assert errors.startswith("error: failed: fedavg, seed 0: the server's state is")
+    assert errors.startswith("error: failed: fedavg, seed 0: no participant's upload")
     assert errors.count("\n") == 1
     assert (folder / "failed" / "summary.json").exists()
 
