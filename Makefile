@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.installed  ## the tests, but for what takes long by nature
 	$(PYTEST) -m "not long"
 
-test-long: $(VENV)/.installed  ## several processes, killed runs, benchmarks
+test-long: $(VENV)/.installed  ## several processes, killed runs, benchmarks, every option and flag file
 	$(PYTEST) -m long
 
 # Where versions of Python, NumPy and JAX have made a difference.

@@ -55,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_one_call_of_several_values_is_as_the_runs_alone(run, name):
     values = {"rate": (0.05, 0.02), "momentum": (0.5, 0.3)} | CASES[name]

@@ -22,6 +22,8 @@ from fedvi.federation import RoundMetrics
 from fedvi.options import choices_of, kinds_of
 from fedvi.selection import Choice
 
+pytestmark = pytest.mark.long
+
 # What an option needs beside it to have a meaning.
 WITH = {
     ("fedhb_niw", "num_samples"): {"prediction": "sample"},

@@ -85,6 +85,9 @@ def stack_sizes(x, y, parts):
     )
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def cached():
     """What was loaded, built and traced already."""
