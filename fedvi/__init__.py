@@ -45,6 +45,7 @@ __all__ = [
     "flatten",
     "nn",
     "option",
+    "plots",
     "selection",
     "stein",
     "trees",
@@ -52,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`fedvi.experiment` when it is first asked for: notebooks often do without."""
-    if name == "experiment":
-        return importlib.import_module("fedvi.experiment")
+    """Modules when they are first asked for: notebooks often do without."""
+    if name in ("experiment", "plots"):
+        return importlib.import_module(f"fedvi.{name}")
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

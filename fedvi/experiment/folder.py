@@ -22,16 +22,13 @@ __all__ = [
     "CHECKPOINT",
     "CLIENTS",
     "CONFIG",
-    "ENTROPY_DENSITY",
-    "FINETUNE_CURVE",
-    "LEARNING_CURVES",
+    "FORMATS",
     "METRICS",
-    "RELIABILITY",
+    "PICTURES",
     "RUN_FILES",
     "SELECTION",
     "STORE",
     "SUMMARY",
-    "UNCERTAINTY",
     "CsvFile",
     "damaged",
     "make",
@@ -52,11 +49,17 @@ SELECTION = "selection.csv"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint.npz"
 STORE = "clients"  # a folder: clients' states of a stream
-LEARNING_CURVES = "learning_curves.png"
-RELIABILITY = "reliability.png"
-UNCERTAINTY = "uncertainty.png"
-FINETUNE_CURVE = "finetune_curve.png"
-ENTROPY_DENSITY = "entropy_density.png"
+PICTURES = (
+    "learning_curves",
+    "uncertainty",
+    "reliability",
+    "per_client",
+    "finetune_curve",
+    "entropy_density",
+    "conformal",
+    "risk_coverage",
+)
+FORMATS = ("png", "svg", "pdf")
 RUN_FILES = (
     CONFIG,
     CLIENTS,
@@ -65,11 +68,7 @@ RUN_FILES = (
     SUMMARY,
     CHECKPOINT,
     STORE,
-    LEARNING_CURVES,
-    RELIABILITY,
-    UNCERTAINTY,
-    FINETUNE_CURVE,
-    ENTROPY_DENSITY,
+    *(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS),
 )
 
 

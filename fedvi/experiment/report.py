@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from scipy.special import stdtrit
 
-from fedvi import __version__
-from fedvi.experiment import folder, plots
+from fedvi import __version__, plots
+from fedvi.experiment import folder
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.labels import labels, marked
 from fedvi.experiment.rows import MODELS, by_method, trouble
-from fedvi.experiment.setup import Experiment, identity
+from fedvi.experiment.setup import Experiment
 
 __all__ = [
     "PLOT",
@@ -26,7 +27,6 @@ __all__ = [
     "comparison",
     "differences",
     "failures",
-    "labels",
     "over_seeds",
     "seed_figures",
     "summary",
@@ -210,6 +210,7 @@ def summary(
         "problems": dict(problems),
         "clients": len(experiment.data.train.size),
         "clients_with_data": experiment.task.clients,
+        "classes": experiment.data.classes,
         "novel_clients": experiment.novel.tolist(),
         "true_clusters": None if true_clusters is None else true_clusters.tolist(),
         "participants": experiment.selection.size,
@@ -369,63 +370,6 @@ def table_rows(
     return rows
 
 
-def labels(
-    summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
-) -> list[str]:
-    """What to call each run beside the others: its method, and what it alone has.
-
-    Runs that differ in nothing but the seed have one label; those of one method that
-    differ in settings have them in it (`fedhb_niw penalty_scale=0.1`), and those that
-    do not differ at all the name of their folder.
-
-    Args:
-      summaries: what the `summary.json` of each holds.
-      options: of the runs.
-    """
-    settings = [_settings(summary) for summary in summaries]
-    result = []
-    for summary, own in zip(summaries, settings):
-        same = [
-            other
-            for other, one in zip(settings, summaries)
-            if one["method"] == summary["method"]
-        ]
-        differing = [
-            key
-            for key in dict.fromkeys(key for one in same for key in one)
-            if any(one.get(key) != own.get(key) for one in same)
-        ]
-        if len(differing) > 1 and "data" in differing:
-            differing.remove("data")  # what differs in them is named
-        shown = [f"{key.removeprefix('options.')}={own.get(key)}" for key in differing]
-        result.append(" ".join([summary["method"], *shown]))
-    seeds: dict[str, list[int]] = {}
-    for label, summary in zip(result, summaries):
-        seeds.setdefault(label, []).extend(summary.get("seeds", [0]))
-    twice = {label for label, own in seeds.items() if len(set(own)) < len(own)}
-    names = [Path(one.run_dir).name for one in options]
-    if len(set(names)) < len(names):
-        names = [one.run_dir for one in options]
-    return [
-        f"{label} ({name})" if label in twice else label
-        for label, name in zip(result, names)
-    ]
-
-
-def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is made from, but for its seeds, flat."""
-    config = identity(summary["config"], None)
-    options = config.pop("options")
-    for key in ("seed", "seeds", "data_sha256"):
-        config.pop(key)
-    flat = config | {f"options.{key}": value for key, value in options.items()}
-    shown = {
-        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for key, value in flat.items()
-    }
-    return shown | {"data": str(summary.get("data_sha256"))[:8]}
-
-
 def comparison(
     summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
 ) -> str:
@@ -436,7 +380,7 @@ def comparison(
       options: of the runs.
     """
     titles: dict[str, list[str]] = {}
-    rows, names = [], labels(summaries, options)
+    rows, names = [], labels(summaries, [one.run_dir for one in options])
     for summary, label in zip(summaries, names):
         titles.setdefault(table_title(summary), []).append(label)
         rows += table_rows(summary, label)
@@ -483,7 +427,7 @@ def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[f"method ({rows[0]['model']})", *(header for header, *_ in columns)]]
     for method, seeds in methods.items():
         lines.append(
-            [_marked(method, [row.get("failed", False) for row in seeds])]
+            [marked(method, [row.get("failed", False) for row in seeds])]
             + [
                 _mean_std([row.get(key) for row in seeds], factor, digits)
                 for _, key, factor, digits in columns
@@ -498,14 +442,6 @@ def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for line in lines
     )
-
-
-def _marked(name: str, failed: Sequence[bool]) -> str:
-    """A name, with how many of its seeds came to nothing."""
-    if not any(failed):
-        return name
-    several = len(failed) > 1
-    return f"{name} ({f'{sum(failed)} of {len(failed)} seeds ' * several}failed)"
 
 
 def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
@@ -635,7 +571,7 @@ def _rows(
     Raises:
       ValueError: a `metrics.csv` that was changed or cut short.
     """
-    names = labels(summaries, options)
+    names = labels(summaries, [one.run_dir for one in options])
     failed: dict[str, list[bool]] = {}
     for name, summary in zip(names, summaries):
         seeds = [row["failed"] for row in table_rows(summary)[:: len(MODELS)]]
@@ -649,5 +585,5 @@ def _rows(
         for row in own:
             if not summary["global_model"]:
                 row = {k: v for k, v in row.items() if not k.startswith("global_")}
-            rows.append({"method": _marked(name, failed[name]), **row})
+            rows.append({"method": marked(name, failed[name]), **row})
     return rows

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from fedvi import __version__ as fedvi_version
+from fedvi import plots
 from fedvi.algorithm import Algorithm
 from fedvi.data import class_histogram
 from fedvi.evaluation import Scores
@@ -22,7 +23,6 @@ from fedvi.experiment import (
     display,
     final_measurements,
     folder,
-    plots,
     processes,
     report,
     rows,
