@@ -284,8 +284,9 @@ class BaseFederation:
 
         Args:
           state: of one run.
-          client: whose; it adapts to its training data first, with the same random
-            numbers as in `evaluate_personal`. None: the global posterior.
+          client: whose; one that keeps no posterior of its own (`kept`) adapts to its
+            training data first, with the same random numbers as in
+            `evaluate_personal`. None: the global posterior.
 
         Returns:
           A `distrax.Distribution`, from `Algorithm.posterior` or `personal_posterior`.
@@ -318,8 +319,25 @@ class BaseFederation:
                 )
             return _distribution("posterior", posterior(server))
         client = checks.index("client", client, self.clients)
-        personal = self._personal_model(state, client)
+        known, personal = self.kept(state, client)
+        if not known:
+            personal = self._personal_model(state, client)
         return _distribution("personal_posterior", posterior(server, personal))
+
+    @own_settings()
+    def kept(self, state: State, client: int) -> tuple[bool, Any]:
+        """Whether a client has kept what it predicts with, and that; None if not.
+
+        Args:
+          state: of one run.
+          client: whose.
+        """
+        if self.algorithm.kept is None:
+            return False, None
+        known, own = self.algorithm.kept(
+            state.server, self._client_state(state, client)
+        )
+        return (True, own) if known else (False, None)
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes what clients keep on disk permanent, together with what `save` writes.
@@ -589,6 +607,9 @@ class Federation(BaseFederation):
     def _personal_model(self, state: State, client: int):
         client = self._on_devices(jnp.int32(client))
         return self._program("personal_model", state, self.train, client)
+
+    def _client_state(self, state: State, client: int):
+        return take(state.clients, client)
 
     # Ahead of time.
 

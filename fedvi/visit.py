@@ -194,8 +194,15 @@ def cluster(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
 
 
 def personal_model(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
-    """What `Algorithm.personalise` makes of the client."""
-    return _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+    """What the client kept to predict with, or else what `personalise` makes of it."""
+    if algorithm.kept is None:
+        return _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+    known, own = algorithm.kept(call.server, visit.client)
+    # Without data nothing is trained: who kept something is done.
+    size = jnp.where(known, 0, visit.train.size)
+    visit = visit._replace(train=visit.train._replace(size=size))
+    fresh = _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+    return jax.tree.map(partial(jnp.where, known), own, fresh)
 
 
 def _personal_predictives(

@@ -6,7 +6,13 @@ from fedvi.evaluation.batches import (
     uncertainty_in_batches,
 )
 from fedvi.evaluation.clustering import adjusted_rand_index
-from fedvi.evaluation.metrics import Scores, reliability, score, summarise
+from fedvi.evaluation.metrics import (
+    Scores,
+    per_client,
+    reliability,
+    score,
+    summarise,
+)
 from fedvi.evaluation.predictive import predictive_log_probs
 from fedvi.evaluation.uncertainty import Uncertainty, auroc, predictive_uncertainty
 
@@ -16,6 +22,7 @@ __all__ = [
     "adjusted_rand_index",
     "auroc",
     "fold_batches",
+    "per_client",
     "predictive_log_probs",
     "predictive_uncertainty",
     "reliability",

@@ -18,7 +18,7 @@ from jax import Array
 from fedvi.evaluation.predictive import predictive_log_probs, unnormalised
 from fedvi.evaluation.uncertainty import predictive_uncertainty
 
-__all__ = ["Scores", "reliability", "score", "summarise"]
+__all__ = ["Scores", "per_client", "reliability", "score", "summarise"]
 
 
 class Scores(NamedTuple):
@@ -131,6 +131,26 @@ def summarise(scores: Scores) -> dict[str, float | int]:
         "ece_macro": float(np.mean(ece_each)),
         "clients": int(scores.count.size),
         "examples": int(pooled.count),
+    }
+
+
+def per_client(scores: Scores) -> dict[str, np.ndarray]:
+    """Each client's own figures.
+
+    Args:
+      scores: stacked `Scores`, every leaf with a leading `[clients]` axis.
+
+    Returns:
+      float64 arrays `[clients]`: `accuracy` (per cent), `nll` (nats) and `ece` (a
+      fraction, from the client's own bins); NaN for a client without test examples.
+    """
+    scores = Scores(*(np.asarray(leaf, np.float64) for leaf in scores))
+    count = np.where(scores.count > 0, scores.count, np.nan)
+    gaps = np.abs(scores.bin_correct - scores.bin_confidence).sum(-1)
+    return {
+        "accuracy": 100.0 * scores.correct / count,
+        "nll": scores.nll / count,
+        "ece": gaps / count,
     }
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedvi.experiment import (
     display,
     final_measurements,
     folder,
+    npz_tree,
     plots,
     processes,
     report,
@@ -342,8 +343,10 @@ class Session:
         if done < 0:
             folder.remove(self.run_dir / folder.STORE)
         (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
-        folder.write_json(self.run_dir / folder.CONFIG, self.config.to_dict())
-        clients = rows.client_rows(self.experiment)
+        version = {folder.VERSION: fedvi_version}
+        config = version | self.config.to_dict()
+        folder.write_json(self.run_dir / folder.CONFIG, config)
+        clients = rows.client_rows(self.experiment, self.seeds)
         folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 
     def compile(self) -> None:
@@ -434,6 +437,17 @@ class Session:
             Kept(self.states, self.round, self.problems),
         )
 
+    def _write_evaluation(
+        self, arrays: Mapping[str, Any], further: Sequence[Mapping] = ()
+    ) -> None:
+        """What the last evaluation gave, whole, and each client's figures."""
+        measured = {"scores": self.scores, **arrays}
+        npz_tree.save(self.run_dir / folder.EVALUATION, measured, {})
+        clients = rows.client_rows(
+            self.experiment, self.seeds, self.scores, self.clusters, further
+        )
+        folder.write_csv(self.run_dir / folder.CLIENTS, clients)
+
     def _status(self, evaluation: Sequence[dict]) -> str:
         """One line on the last evaluation, means over the seeds."""
 
@@ -473,6 +487,7 @@ class Session:
             )
 
         def write():
+            self._write_evaluation({} if uncertainty is None else {"ood": uncertainty})
             evaluations = folder.metrics_rows(self.run_dir)
             result = report.summary(
                 self.experiment,
