@@ -161,7 +161,7 @@ def check_normalised(predictive: str, results: Any) -> None:
 
     Args:
       predictive: the function that they come from.
-      results: `Scores`, or a tuple of `Uncertainty`, with any leading axes.
+      results: `Scores`, or a tuple of `Predictions`, with any leading axes.
 
     Raises:
       ValueError: for some real examples they do not sum to 1 over the classes.

@@ -18,7 +18,7 @@ from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData
 from fedvi.data.client_files import ClientSource
-from fedvi.evaluation import Scores
+from fedvi.evaluation import BINS, Scores
 from fedvi.federation import (
     EVALUATIONS,
     BaseFederation,
@@ -67,7 +67,7 @@ class StreamedFederation(BaseFederation):
       block_size: clients read at once.
       chunk_size: clients in one vmap, of a block; None: all of it.
       mesh: from `fedvi.clients_mesh`, to spread a block over devices.
-      eval_batch_size: as of `Federation`.
+      eval_batch_size, calibration_bins: as of `Federation`.
       codec: as of `Federation`.
 
     Raises:
@@ -90,6 +90,7 @@ class StreamedFederation(BaseFederation):
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
+        calibration_bins: int = BINS,
         codec: Codec = IDENTITY,
     ):
         for name, source in (("train", train), ("test", test)):
@@ -130,6 +131,7 @@ class StreamedFederation(BaseFederation):
             chunk_size=chunk_size,
             mesh=mesh,
             eval_batch_size=eval_batch_size,
+            calibration_bins=calibration_bins,
             codec=codec,
         )
         self.train, self.test, self.block_size = train, test, block_size
@@ -409,7 +411,7 @@ class StreamedFederation(BaseFederation):
         def score(operands, item):
             call, first = operands
             visited = self._visit(call.key, first, *item)
-            return (), one(self.algorithm, self.eval_batch_size, call, visited)
+            return (), one(self.algorithm, self._evaluation, call, visited)
 
         call = Call(state.key, state.round, state.server)
         return self._over_clients(score, (call, first), visits)[1]

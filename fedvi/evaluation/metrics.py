@@ -18,7 +18,9 @@ from jax import Array
 from fedvi.evaluation.predictive import predictive_log_probs, unnormalised
 from fedvi.evaluation.uncertainty import predictive_uncertainty
 
-__all__ = ["Scores", "per_client", "reliability", "score", "summarise"]
+__all__ = ["BINS", "Scores", "per_client", "reliability", "score", "summarise"]
+
+BINS = 15  # of confidence, as in Guo et al. (2017)
 
 
 class Scores(NamedTuple):
@@ -36,7 +38,7 @@ class Scores(NamedTuple):
     unnormalised: Array  # [] number whose log-probabilities are none (`unnormalised`)
 
 
-def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Scores:
+def score(log_probs: Array, labels: Array, mask: Array, bins: int = BINS) -> Scores:
     """Reduces the predictions for one client's examples to sums.
 
     The Brier score is the multi-class one, the squared error summed over classes, so
@@ -50,7 +52,7 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
         distributions, averaged by `predictive_log_probs`.
       labels: `[batch]` int32 in [0, classes).
       mask: `[batch]` bool, True for real examples.
-      bins: number of calibration bins; 15 as in Guo et al. (2017).
+      bins: number of calibration bins.
 
     Raises:
       ValueError: the shapes do not fit together, labels that are no integers, or `bins`
