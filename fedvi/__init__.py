@@ -43,6 +43,8 @@ __all__ = [
     "distributions",
     "experiment",
     "flatten",
+    "load_run",
+    "load_runs",
     "nn",
     "option",
     "plots",
@@ -56,4 +58,6 @@ def __getattr__(name: str):
     """Modules when they are first asked for: notebooks often do without."""
     if name in ("experiment", "plots"):
         return importlib.import_module(f"fedvi.{name}")
+    if name in ("load_run", "load_runs"):
+        return getattr(importlib.import_module("fedvi.experiment"), name)
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

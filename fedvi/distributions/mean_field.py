@@ -92,7 +92,8 @@ def scale(q: MeanField) -> chex.ArrayTree:
 
 def initial_scale(rho: float, link: Link = "softplus") -> jax.Array:
     """σ of an unconstrained scale, scalar; `from_rho` says which are refused."""
-    return scale(from_rho(jnp.zeros(()), rho, link))
+    own = from_rho(jnp.zeros(()), rho, link).rho
+    return jax.jit(_scale, static_argnames="link")(own, link=link)
 
 
 def from_rho(params: chex.ArrayTree, rho: float, link: Link = "softplus") -> MeanField:

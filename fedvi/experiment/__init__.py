@@ -1,6 +1,7 @@
 """Running experiments: from a configuration, or a command line, to a run folder."""
 
 from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
+from fedvi.experiment.loaded_run import load_run, load_runs
 from fedvi.experiment.loading import load_data
 from fedvi.experiment.run import run, run_all
 
@@ -9,6 +10,8 @@ __all__ = [
     "HostOptions",
     "RunOptions",
     "load_data",
+    "load_run",
+    "load_runs",
     "run",
     "run_all",
     "start",

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -532,58 +532,22 @@ def clear_comparison(where: Path) -> None:
         folder.remove(where / name)
 
 
-def write_comparison(
-    where: Path,
-    options: Sequence[RunOptions],
-    summaries: Sequence[Mapping[str, Any]],
-    text: str,
-) -> None:
-    """Writes the plot and the table. Says so, and no more, if that cannot be done:
+def write_comparison(where: Path, runs: Iterable[Any], text: str) -> None:
+    """Writes the picture and the table. Says so, and no more, if that cannot be done:
     the runs are finished.
 
     Args:
       where: of `common_folder`.
-      options: of the runs, whose `metrics.csv` are read.
-      summaries: what the `summary.json` of each holds.
+      runs: of `load_run`, which may find something wrong with one.
       text: the closing table with its title.
     """
-    title = ", ".join(
-        dict.fromkeys(f"{s['dataset']}, {s['evaluated_on']} data" for s in summaries)
-    )
     try:
         folder.write_atomically(
             where / TABLE, lambda file: file.write(f"{text}\n".encode())
         )
-        rows = _rows(options, summaries)
-        if rows:
-            if plots.comparison_curves(where / PLOT, rows, title=title):
-                print(f"learning curves of all: {where / PLOT}")
-    except (OSError, ValueError) as error:
+        runs = list(runs)
+        if any(run.evaluations for run in runs):
+            plots.learning_curves(runs, where / PLOT)
+            print(f"learning curves of all: {where / PLOT}")
+    except (ImportError, OSError, ValueError) as error:
         print(f"no comparison in {where}: {error}")
-
-
-def _rows(
-    options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The rows of all runs, each with its label as `method`, of those models that it
-    has.
-
-    Raises:
-      ValueError: a `metrics.csv` that was changed or cut short.
-    """
-    names = labels(summaries, [one.run_dir for one in options])
-    failed: dict[str, list[bool]] = {}
-    for name, summary in zip(names, summaries):
-        seeds = [row["failed"] for row in table_rows(summary)[:: len(MODELS)]]
-        failed.setdefault(name, []).extend(seeds)
-    rows = []
-    for name, one, summary in zip(names, options, summaries):
-        own = folder.metrics_rows(one.run_dir)
-        path, last = Path(one.run_dir) / folder.METRICS, summary["rounds"]
-        if path.exists() and (not own or own[-1]["round"] != last):
-            raise ValueError(folder.damaged(path, f"no last row of round {last}"))
-        for row in own:
-            if not summary["global_model"]:
-                row = {k: v for k, v in row.items() if not k.startswith("global_")}
-            rows.append({"method": marked(name, failed[name]), **row})
-    return rows

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fedvi.experiment import (
     display,
     final_measurements,
     folder,
+    npz_tree,
     processes,
     report,
     rows,
@@ -32,6 +33,7 @@ from fedvi.experiment.checkpoint import Kept
 from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.folder import CsvFile
+from fedvi.experiment.loaded_run import load_run
 from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.setup import Experiment, identity
@@ -119,7 +121,7 @@ def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
         text = report.comparison(summaries, all_options)
         if common is not None:
             processes.on_first(
-                lambda: report.write_comparison(common, all_options, summaries, text)
+                lambda: report.write_comparison(common, map(load_run, folders), text)
             )
     print(f"\n{text}")
     print("run folders:" if len(runs) > 1 else "run folder:")
@@ -342,8 +344,10 @@ class Session:
         if done < 0:
             folder.remove(self.run_dir / folder.STORE)
         (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
-        folder.write_json(self.run_dir / folder.CONFIG, self.config.to_dict())
-        clients = rows.client_rows(self.experiment)
+        version = {folder.VERSION: fedvi_version}
+        config = version | self.config.to_dict()
+        folder.write_json(self.run_dir / folder.CONFIG, config)
+        clients = rows.client_rows(self.experiment, self.seeds)
         folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 
     def compile(self) -> None:
@@ -434,6 +438,17 @@ class Session:
             Kept(self.states, self.round, self.problems),
         )
 
+    def _write_evaluation(
+        self, arrays: Mapping[str, Any], further: Sequence[Mapping] = ()
+    ) -> None:
+        """What the last evaluation gave, whole, and each client's figures."""
+        measured = {"scores": self.scores, **arrays}
+        npz_tree.save(self.run_dir / folder.EVALUATION, measured, {})
+        clients = rows.client_rows(
+            self.experiment, self.seeds, self.scores, self.clusters, further
+        )
+        folder.write_csv(self.run_dir / folder.CLIENTS, clients)
+
     def _status(self, evaluation: Sequence[dict]) -> str:
         """One line on the last evaluation, means over the seeds."""
 
@@ -473,6 +488,7 @@ class Session:
             )
 
         def write():
+            self._write_evaluation({} if uncertainty is None else {"ood": uncertainty})
             evaluations = folder.metrics_rows(self.run_dir)
             result = report.summary(
                 self.experiment,
@@ -486,17 +502,9 @@ class Session:
                 devices=list(self.federation.mesh.devices.flat),
                 per_round=self.per_round,
             )
-            drawn = plots.draw(
-                self.run_dir,
-                self.experiment,
-                rows=evaluations,
-                scores=self.scores,
-                uncertainty=uncertainty,
-                summary=result,
-            )
             folder.write_json(self.run_dir / folder.SUMMARY, result)
-            if not drawn:
-                print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
+            if not plots.draw(load_run(self.run_dir)):
+                print("no pictures: they need matplotlib (pip install 'fedvi[plots]')")
             return result
 
         return processes.on_first(write)

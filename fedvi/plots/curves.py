@@ -212,7 +212,7 @@ def _about(curve: _Curve, std: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _limits(curves: Sequence[_Curve]) -> tuple[float, float]:
-    """Of an axis, as `learning_curves` says. The sound seeds decide, if there is one."""
+    """Of an axis, as `learning_curves` says; of failed seeds if there are no others."""
     inside: list[float] = []
     for curve in [c for c in curves if not c.failed.all()] or curves:
         own = curve.values if curve.failed.all() else curve.values[~curve.failed]

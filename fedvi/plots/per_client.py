@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedvi.evaluation import per_client
 from fedvi.plots import runs as of_runs
 from fedvi.plots.canvas import COLOURS, PANEL, legend, picture
 from fedvi.plots.runs import Runs, failed_seeds, named, title
@@ -103,11 +104,9 @@ def _strips(name: str, runs: Sequence[Any], number: int | None) -> list[_Strip]:
 
 
 def _figures(scores: Any) -> np.ndarray:
-    """`[seeds, metrics, clients]`; NaN without examples, and where they are infinite."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.abs(scores.bin_correct - scores.bin_confidence).sum(axis=-1)
-        figures = np.stack([100 * scores.correct, scores.nll, 100 * gaps], axis=1)
-        figures = figures / scores.count[:, None]
+    """`[seeds, metrics, clients]`; NaN without examples, and for infinity."""
+    own = per_client(scores)
+    figures = np.stack([own["accuracy"], own["nll"], 100 * own["ece"]], axis=1)
     return np.where(np.isfinite(figures), figures, np.nan)
 
 

@@ -42,7 +42,7 @@ def named(runs: Runs) -> dict[str, list[Any]]:
         means, of the caller's choice.
 
     Raises:
-      ValueError: no run, or something else than a run.
+      ValueError: no run, or something else than a finished run.
     """
     groups: dict[str, list[Any]] = {}
     if isinstance(runs, Mapping):
@@ -61,11 +61,16 @@ def named(runs: Runs) -> dict[str, list[Any]]:
 
 
 def _listed(runs: Any) -> list[Any]:
-    runs = list(runs) if isinstance(runs, Sequence | np.ndarray) else [runs]
+    runs = list(runs) if isinstance(runs, Sequence) else [runs]
     for run in runs:
         if not hasattr(run, "summary"):
             raise ValueError(
                 f"runs holds {run!r}: give what fedvi.load_run or load_runs returns"
+            )
+        if not run.summary:
+            raise ValueError(
+                f"{run.folder} holds an unfinished run: pictures show finished ones; "
+                "go on with --resume"
             )
     if not runs:
         raise ValueError("runs is empty: give what fedvi.load_run returns")
@@ -100,9 +105,7 @@ def trained(run: Any) -> np.ndarray:
 def scores(run: Any) -> dict[str, Scores]:
     """Of the models that the run has, leaves `[seeds, clients, ...]`, float64."""
     return {
-        model: Scores(
-            **{k: np.asarray(v, np.float64) for k, v in own._asdict().items()}
-        )
+        model: Scores(*(np.asarray(leaf, np.float64) for leaf in own))
         for model, own in run.scores.items()
         if has_model(run, model)
     }

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from fedvi.experiment.plots import (
     comparison_curves,
     finetune_curve,

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
-from scipy.stats import gaussian_kde
-
 from fedvi.experiment.plots import entropy_density, kernel_density
+from scipy.stats import gaussian_kde
 
 LARGEST = np.log(10)
 GRID = np.linspace(0, LARGEST, 2001)
