@@ -61,7 +61,8 @@ def named(runs: Runs) -> dict[str, list[Any]]:
 
 
 def _listed(runs: Any) -> list[Any]:
-    runs = list(runs) if isinstance(runs, Sequence) else [runs]
+    several = isinstance(runs, Sequence) and not isinstance(runs, str)
+    runs = list(runs) if several else [runs]
     for run in runs:
         if not hasattr(run, "summary"):
             raise ValueError(
