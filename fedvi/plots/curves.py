@@ -242,7 +242,7 @@ def _without_far_out(values: np.ndarray) -> np.ndarray:
     if values.shape[1] < _MANY or not known.size:
         return known
     first, third = np.percentile(known, [25, 75])
-    reach = _FAR_OUT * max(third - first, 0.02 * np.ptp(known))
+    reach = max(_FAR_OUT * (third - first), 0.05 * np.ptp(known))
     return known[(known >= first - reach) & (known <= third + reach)]
 
 

@@ -17,9 +17,9 @@ _POINTS = 200
 def entropy_density(runs: Runs, path: str | Path | None = None) -> Any:
     """Draws the entropies of every client (FedABML Fig. 5), one row per method.
 
-    Left, those of its own test data; right, those of out-of-distribution inputs; on
-    one scale, from 0 to log(classes), all seeds together. Clients that took no part in
-    training, or have no values, have no curve.
+    Left, those of its own test data; right, those of out-of-distribution inputs; from 0
+    to log(classes), all seeds together. Clients that took no part in training, or have
+    no values, have no curve.
 
     Args:
       runs: as of `learning_curves`; they ran with `--ood_dataset`.
@@ -45,12 +45,12 @@ def entropy_density(runs: Runs, path: str | Path | None = None) -> Any:
     width, height = PANEL
     with picture(path, title(groups)) as figure:
         figure.set_size_inches(2 * width, 0.4 + height * len(rows))
-        axes = figure.subplots(len(rows), 2, squeeze=False, sharex=True, sharey="row")
+        axes = figure.subplots(len(rows), 2, squeeze=False, sharex=True)
         for (name, own), row in zip(rows.items(), axes):
             for side, axis in enumerate(row):
                 _side(axis, own, side, largest)
-            row[0].set_ylabel(name if len(rows) > 1 else "density")
-            row[0].set_ylim(bottom=0.0)
+                axis.set_ylim(bottom=0.0)
+            row[0].set_ylabel(f"{name}: density" if len(rows) > 1 else "density")
         for axis, name in zip(axes[0], ("own test data", first.config.ood_name)):
             axis.set_title(f"{name}, a curve per client")
         for axis in axes[-1]:
