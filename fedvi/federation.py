@@ -25,7 +25,7 @@ from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
 
-__all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "take"]
+__all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "repeated", "take"]
 
 
 class State(NamedTuple):
@@ -39,12 +39,15 @@ class State(NamedTuple):
         are kept on disk.
       round: [] int32, rounds done.
       key: [] typed PRNG key, the run's root; never changes.
+      settings: numbers that the run's algorithm is built from, where runs differ in
+        them (`Federation`); else (). Never changes.
     """
 
     server: Any
     clients: Any
     round: jax.Array
     key: jax.Array
+    settings: Any = ()
 
 
 class RoundMetrics(NamedTuple):
@@ -162,6 +165,7 @@ class BaseFederation:
         contract_checks.check_selection(algorithm, self.selection)
         contract_checks.check_population(algorithm, sizes)
         self.algorithm, self.codec = algorithm, codec
+        self.settings: Any = ()
         self.chunk_size, self.mesh = chunk_size, mesh
         self.eval_batch_size = eval_batch_size
         self.calibration_bins = calibration_bins
@@ -177,8 +181,10 @@ class BaseFederation:
     def variant(self, **changes):
         """The same federation with other attributes, checked before: its clients in
         other groups (`chunk_size`, `runs_at_once`), or an `algorithm` that differs in
-        personalisation only. Its programs are compiled anew."""
+        personalisation only, then of all runs. Its programs are compiled anew."""
         other = copy.copy(self)
+        if "algorithm" in changes:
+            changes["_build"] = None
         other.__dict__ |= changes
         other._fresh()
         return other
@@ -310,8 +316,8 @@ class BaseFederation:
           ValueError: the algorithm has none, or several global ones; no such client;
             a state of several runs.
         """
-        algorithm = self.algorithm
         self._check_single(state)
+        algorithm = self._of(state).algorithm
         which = "posterior" if client is None else "personal_posterior"
         posterior = getattr(algorithm, which)
         if posterior is None:
@@ -364,15 +370,17 @@ class BaseFederation:
         if client is not None:
             name, personal = "predictions_personal", self._own_model(state, client)
 
-        def predictions(call: Call, number, personal, data):
-            given = self.algorithm._replace(kept=None, personalise=lambda *_: personal)
+        def predictions(state, number, personal, data):
+            given = self._of(state).algorithm
+            given = given._replace(kept=None, personalise=lambda *_: personal)
+            call = Call(state.key, state.round, state.server)
             visited = Visit(number, (), (), (data,))
             return EVALUATIONS[name](given, self._evaluation, call, visited)
 
         jitted = self._jit(("predict", name), predictions)
-        call = Call(state.key, state.round, state.server)
-        number = jnp.int32(0 if client is None else client)
-        [found] = self._evaluated(name, jitted(call, number, personal, data))
+        number = np.int32(0 if client is None else client)
+        state = state._replace(clients=())
+        [found] = self._evaluated(name, jitted(state, number, personal, data))
         return take(found, slice(int(data.size)))
 
     def _padded(self, x: jax.typing.ArrayLike) -> ClientData:
@@ -420,11 +428,10 @@ class BaseFederation:
           state: of one run.
           client: whose.
         """
-        if self.algorithm.kept is None:
+        kept = self._of(state).algorithm.kept
+        if kept is None:
             return False, None
-        known, own = self.algorithm.kept(
-            state.server, self._client_state(state, client)
-        )
+        known, own = kept(state.server, self._client_state(state, client))
         return (True, own) if known else (False, None)
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
@@ -452,6 +459,10 @@ class BaseFederation:
                 "depend on chunk_size and devices: give "
                 f"jax.random.key(seed, impl={GENERATOR!r})"
             )
+
+    def _of(self, state: State) -> "BaseFederation":
+        """This federation, with the algorithm of the run whose state it is."""
+        return self
 
     def _clients_in_state(self) -> Any:
         """The shapes of what `State.clients` holds of each client."""
@@ -486,6 +497,7 @@ class BaseFederation:
             stacked(self._clients_in_state(), self.clients),
             stacked(jax.ShapeDtypeStruct((), jnp.int32)),
             state.key,
+            stacked(self.settings),
         )
         found = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), state
@@ -548,8 +560,21 @@ class Federation(BaseFederation):
     axis. `pure_init`, `pure_rounds`, `pure_evaluate` and so on are the same, of one
     run and without `jit`, to build larger programs from.
 
+    Runs may differ in numbers that are traced (`fedvi.option(traced=True)`, the local
+    training's learning rate and momentum), and share one program all the same:
+
+    ```
+    federation = Federation(
+        lambda s: algorithms.fedprox(task, mu=s["mu"]), train, test,
+        settings={"mu": 0.1},
+    )
+    keys = fedvi.federation.repeated(jax.random.key(0), 3)
+    state = federation.init(keys, {"mu": jnp.array([0.01, 0.1, 1.0])})
+    ```
+
     Args:
-      algorithm: see `fedvi.algorithm`.
+      algorithm: see `fedvi.algorithm`; with `settings` a function of them that builds
+        one, the same but for the numbers.
       train: `ClientData` with leaves `[clients, ...]`: every client's training data.
       test: `ClientData` of the same clients, for evaluation.
       selection: default full participation.
@@ -562,9 +587,11 @@ class Federation(BaseFederation):
       calibration_bins: of confidence, equally wide, for ECE and MCE.
       codec: of the uploads, from `fedvi.codecs`; default: they arrive as they are.
       runs_at_once: of several runs, those in one vmap; 1: one after another.
+      settings: pytree of numbers, those of a run that names none.
 
     Raises:
-      ValueError: a selection for another number of clients, of a cohort that the
+      ValueError: a function in place of an algorithm without settings, or the other
+        way round; a selection for another number of clients, of a cohort that the
         algorithm does not take or by a measure that it does not have; train and test
         of different numbers of clients, no training example at all, data whose arrays
         do not fit each other, a label of a real example outside the model's classes, a
@@ -577,7 +604,7 @@ class Federation(BaseFederation):
     @own_settings()
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: Algorithm | Callable[[Any], Algorithm],
         train: ClientData,
         test: ClientData,
         *,
@@ -588,7 +615,18 @@ class Federation(BaseFederation):
         calibration_bins: int = BINS,
         codec: Codec = IDENTITY,
         runs_at_once: int = 1,
+        settings: Any = (),
     ):
+        if bool(jax.tree.leaves(settings)) != callable(algorithm):
+            raise ValueError(
+                f"algorithm={getattr(algorithm, 'name', algorithm)!r} and settings="
+                f"{settings!r}: give a function of settings that builds the algorithm, "
+                "and settings; or an algorithm alone"
+            )
+        settings = jax.tree.map(_number, settings)
+        self._build = algorithm if callable(algorithm) else None
+        if self._build is not None:
+            algorithm = self._build(settings)
         train, test = settled_clients(train), settled_clients(test)
         for name, data in (("train", train), ("test", test)):
             checks.client_data(name, data)
@@ -608,6 +646,7 @@ class Federation(BaseFederation):
         )
         for name, data in (("train", train), ("test", test)):
             contract_checks.check_labels(name, data, self.messages.classes)
+        self.settings = settings
         # A client that trains on a NaN is left out and reported, round by round.
         checks.finite_inputs("test", test)
         self.runs_at_once = runs_at_once
@@ -627,18 +666,31 @@ class Federation(BaseFederation):
 
     # The user's calls.
 
-    def init(self, key) -> State:
+    def init(self, key, settings: Any = None) -> State:
         """The state before the first round.
 
         Args:
           key: typed PRNG key; `[runs]` of them for as many runs.
+          settings: of each run, leaves `[runs]`; default: those of the federation.
 
         Raises:
-          ValueError: no typed key, or one of another generator than Threefry.
+          ValueError: no typed key, or one of another generator than Threefry; settings
+            of another structure or number of runs.
         """
         self._check_key(key)
-        key = self._on_devices(key) if self.mesh is not None else key
-        return self._program("init", key)
+        if settings is None:
+            settings = jax.tree.map(
+                lambda s: jnp.broadcast_to(s, key.shape), self.settings
+            )
+        settings = jax.tree.map(_number, settings)
+        wanted = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(key.shape, s.dtype), self.settings
+        )
+        if problem := contract_checks.difference(wanted, settings):
+            raise ValueError(f"settings are none of this federation's: {problem}")
+        start = State((), (), jnp.zeros(key.shape, jnp.int32), key, settings)
+        start = self._on_devices(start) if self.mesh is not None else start
+        return self._program("init", start)
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
@@ -727,9 +779,10 @@ class Federation(BaseFederation):
         Args:
           runs: how many; None: of a single one.
         """
-        key = jax.eval_shape(root_key, 0)
-        key = jax.ShapeDtypeStruct(() if runs is None else (runs,), key.dtype)
-        shapes = jax.eval_shape(self._over_runs(self.pure_init), key)
+        lead = () if runs is None else (runs,)
+        start = State((), (), jnp.int32(0), jax.eval_shape(root_key, 0), self.settings)
+        start = jax.tree.map(lambda s: jax.ShapeDtypeStruct(lead, s.dtype), start)
+        shapes = jax.eval_shape(self._over_runs("init"), start)
         if self.mesh is None:
             return shapes
         return jax.tree.map(
@@ -803,11 +856,11 @@ class Federation(BaseFederation):
     # Programs over one run or several.
 
     @own_settings()
-    def _program(self, name: str, first: Any, *data, **static) -> Any:
-        """Calls `pure_{name}` over the runs of `first`, a state or keys."""
-        several = getattr(first, "key", first).ndim > 0
+    def _program(self, name: str, state: State, *data, **static) -> Any:
+        """Calls `pure_{name}` over the runs of a state."""
+        several = state.key.ndim > 0
         jitted = self._jitted(name, several, static)
-        return self._call((name, several), jitted, first, *data, **static)
+        return self._call((name, several), jitted, state, *data, **static)
 
     def _jitted(self, name: str, several: bool, static: dict[str, Any]) -> Callable:
         if (name, several) in self._jits:
@@ -825,27 +878,39 @@ class Federation(BaseFederation):
                 place = (states, place) if name == "rounds" else (states, place, place)
         return self._jit(
             (name, several),
-            self._over_runs(getattr(self, f"pure_{name}")),
+            self._over_runs(name),
             static_argnames=tuple(static),
             donate_argnums=0 if advances else (),
             out_shardings=place,
         )
 
-    def _over_runs(self, function: Callable) -> Callable:
-        """A function of a state, or key, over a leading axis of runs if it has one."""
+    def _over_runs(self, name: str) -> Callable:
+        """`pure_{name}` of a state, over a leading axis of runs if it has one; "init"
+        of a state of which only key and settings are known."""
 
-        @functools.wraps(function)
-        def over_runs(first, *data, **static):
-            if getattr(first, "key", first).ndim == 0:
-                return function(first, *data, **static)
+        def one(state, *data, **static):
+            own = self._of(state)
+            if name == "init":
+                return own.pure_init(state.key)._replace(settings=state.settings)
+            return getattr(own, f"pure_{name}")(state, *data, **static)
+
+        @functools.wraps(getattr(self, f"pure_{name}"))
+        def over_runs(state, *data, **static):
+            if state.key.ndim == 0:
+                return one(state, *data, **static)
             at_once = self.runs_at_once
             return jax.lax.map(
-                lambda one: function(one, *data, **static),
-                first,
+                lambda state: one(state, *data, **static),
+                state,
                 batch_size=at_once if at_once > 1 else None,
             )
 
         return over_runs
+
+    def _of(self, state: State) -> "Federation":
+        if self._build is None:
+            return self
+        return self.variant(algorithm=self._build(state.settings))
 
     # A round.
 
@@ -867,7 +932,8 @@ class Federation(BaseFederation):
             outputs["client"],
         )
         info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
-        return State(server, clients, state.round + 1, state.key), info
+        after = state._replace(server=server, clients=clients, round=state.round + 1)
+        return after, info
 
     def _visits(self, one: Callable, call: Call, ids, clients, train, *others):
         """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays."""
@@ -922,6 +988,18 @@ def _distribution(function: str, found: Any) -> Any:
             "distrax.Distribution over the model's parameter tree"
         )
     return found
+
+
+def _number(value: Any) -> jax.Array:
+    """A setting: float32, or int32 of a whole number."""
+    value = jnp.asarray(value)
+    whole = jnp.issubdtype(value.dtype, jnp.integer)
+    return value.astype(jnp.int32 if whole else jnp.float32)
+
+
+def repeated(key, runs: int):
+    """`[runs]` times one key: runs that differ in their settings only."""
+    return jnp.broadcast_to(key, (runs,))
 
 
 def take(tree, index):

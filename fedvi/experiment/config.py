@@ -29,6 +29,11 @@ __all__ = [
 PROTOCOL_DATASET, PROTOCOL_CLIENTS = "cifar100", 100
 AUGMENTED = ("cifar10", "cifar100")
 
+# What a sweep may choose by, on held-out data.
+CRITERIA = ("personal_nll", "personal_accuracy", "global_nll", "global_accuracy")
+
+OUT_OF_DISTRIBUTION = ("ood_dataset", "ood_data_file", "ood_classes")
+
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig:
@@ -212,7 +217,9 @@ class ExperimentConfig:
     )
     epochs: int = option(1, "τ, local epochs a round.", at_least=1)
     batch_size: int = option(50, "Examples a step.", at_least=1)
-    learning_rate: float = option(0.1, "Of the clients' optimiser.", above=0)
+    learning_rate: float = option(
+        0.1, "Of the clients' optimiser.", traced=True, above=0
+    )
     lr_decay: float = option(
         0.1, "Factor on the learning rate at each of lr_decay_at.", above=0, at_most=1
     )
@@ -223,6 +230,7 @@ class ExperimentConfig:
         0.9,
         "Heavy-ball momentum of SGD; afresh in every round, but for methods that keep "
         "their clients' moments (pFedBayes and its kin).",
+        traced=True,
         at_least=0,
         below=1,
     )
@@ -236,7 +244,7 @@ class ExperimentConfig:
         5, "Epochs of personalisation, of body and head.", at_least=0
     )
     finetune_learning_rate: float = option(
-        1e-3, "Learning rate of personalisation.", above=0
+        1e-3, "Learning rate of personalisation.", traced=True, above=0
     )
 
     eval_every: int = option(10, "Rounds between evaluations.", at_least=1)
@@ -320,6 +328,13 @@ class ExperimentConfig:
         }
         missing = {k: v for k, v in filled.items() if getattr(self, k) is None}
         return dataclasses.replace(self, **missing)
+
+    def of_data(self) -> tuple[Any, ...]:
+        """All that decides what is loaded and how it is dealt out."""
+        names = [f.name for f in dataclasses.fields(self)]
+        first, last = names.index("dataset"), names.index("normalise")
+        names = [*names[first : last + 1], "augment", *OUT_OF_DISTRIBUTION]
+        return tuple(getattr(self, name) for name in names)
 
     @property
     def method(self) -> str:

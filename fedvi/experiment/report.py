@@ -198,7 +198,7 @@ def summary(
         "global_model": experiment.algorithm.global_model,
         **means,
         **ending,
-        "round_seconds": float(np.median([row["seconds"] for row in rows])),
+        "round_seconds": float(np.median([r["seconds"] for r in rows if r["round"]])),
         "compile_seconds": compile_seconds,
         "compilation_cache": jax.config.jax_compilation_cache_dir is not None,
         "codec": config.codec,
@@ -304,6 +304,8 @@ def _mean_bytes_up(per_round: RoundBytes, rows: Sequence[Mapping[str, Any]]) -> 
     for row in rows:
         since = row["round"] - last.get(row["seed"], 0)
         last[row["seed"]] = row["round"]
+        if not since:  # before the first round
+            continue
         total += since * per_round.sent_up(row)
         rounds += since
     return round(total / rounds)

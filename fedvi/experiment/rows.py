@@ -1,6 +1,6 @@
 """Rows of the CSV files that a run writes as it goes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,11 @@ def evaluation_rows(
     *,
     round_index: int,
     seeds: Sequence[int],
-    metrics: RoundMetrics,
+    measured: Iterable[str],
+    metrics: RoundMetrics | None,
     scores: Mapping[str, Scores],
     clusters: np.ndarray | None,
-    seconds: float,
+    seconds: float | None,
     per_round: RoundBytes,
 ) -> list[dict[str, Any]]:
     """One row per seed.
@@ -54,14 +55,15 @@ def evaluation_rows(
       experiment: what is run.
       round_index: rounds done.
       seeds: the seeds.
-      metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row.
+      measured: names of the clients' metrics.
+      metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row;
+        None: before the first round, where nothing was.
       scores: leaves `[seeds, clients, ...]`, numpy, of the `global` models and, where
         evaluated, of the `personal` ones.
       clusters: `[seeds, clients]`, or None.
-      seconds: of one round of one seed, in this block.
+      seconds: of one round of one seed, in this block; None without one.
       per_round: bytes.
     """
-    counted = ~(metrics.empty | metrics.failed).all(-1)
     groups = {"": experiment.trained}
     if len(experiment.novel):
         groups["novel_"] = experiment.novel
@@ -72,12 +74,18 @@ def evaluation_rows(
             "seed": seed,
             "split": experiment.config.evaluated_on,
             "seconds": seconds,
-            **_mean_metrics(take(metrics.metrics, index), counted[index]),
+            **dict.fromkeys(measured),
         }
+        if metrics is not None:
+            block = take(metrics, index)
+            counted = ~(block.empty | block.failed).all(-1)
+            row |= _mean_metrics(block.metrics, counted)
         if "withheld" in row:
-            row["bytes_up"] = int(np.rint(per_round.sent_up(row)))
-        if metrics.choice:
-            row["clipped"] = float(metrics.choice.clipped[index].mean())
+            sent = None if metrics is None else int(np.rint(per_round.sent_up(row)))
+            row["bytes_up"] = sent
+        if experiment.selection.measure is not None:
+            clipped = None if metrics is None else float(block.choice.clipped.mean())
+            row["clipped"] = clipped
         for group, ids in groups.items():
             own = {
                 model: summarise(take(take(tree, index), ids))
