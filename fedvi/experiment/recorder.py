@@ -1,4 +1,4 @@
-"""What one run writes: its rows, checkpoints and, at the end, its summary and pictures."""
+"""What one run writes: rows, checkpoints and, at the end, summary and pictures."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence

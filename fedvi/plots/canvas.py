@@ -33,7 +33,6 @@ PANEL = 2.25, 1.75
 _CHARACTER, _LINE = 0.063, 0.15  # inches, of a legend's letter and line
 _STYLE = {
     "figure.dpi": 150,
-    "savefig.dpi": 200,
     "font.size": 8,
     "axes.titlesize": 8,
     "figure.titlesize": 9,

@@ -37,7 +37,7 @@ def finish(run_dir, config, accuracy):
     metrics = folder.CsvFile(run_dir / folder.METRICS)
     figures = {"accuracy": accuracy, "nll": 1.0, "ece": 0.1}
     row = {f"global_{key}": value for key, value in figures.items()}
-    for round_index in range(1, config.rounds + 1):
+    for round_index in range(config.rounds + 1):
         metrics.append({"round": round_index, "seed": config.seed, **row})
     folder.write_json(
         run_dir / folder.SUMMARY,
@@ -109,7 +109,7 @@ def drawn(monkeypatch):
 
 def test_the_curves_come_from_each_runs_rows(runs, drawn):
     experiment.run_all(runs)
-    assert drawn == [{"fedavg": [[50.0] * 3], "fedavg:round_robin": [[51.0] * 3]}]
+    assert drawn == [{"fedavg": [[50.0] * 4], "fedavg:round_robin": [[51.0] * 4]}]
 
 
 def test_only_what_differs_in_nothing_but_the_seed_is_a_seed(tmp_path, drawn):
@@ -130,9 +130,9 @@ def test_only_what_differs_in_nothing_but_the_seed_is_a_seed(tmp_path, drawn):
     assert "60.00  " in rows[0] and "80.50 ± 0.71" in rows[2] and "±" not in rows[1]
     assert drawn == [
         {
-            "fedprox mu=1.0": [[60.0] * 3],
-            "fedprox mu=2.0": [[70.0] * 3],
-            "fedprox mu=3.0": [[80.0] * 3, [81.0] * 3],
+            "fedprox mu=1.0": [[60.0] * 4],
+            "fedprox mu=2.0": [[70.0] * 4],
+            "fedprox mu=3.0": [[80.0] * 4, [81.0] * 4],
         }
     ]
 
