@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from fedvi.experiment import folder
-from fedvi.plots.calibration import reliability_diagram
+from fedvi.plots.calibration import reliability_diagram, risk_coverage
+from fedvi.plots.conformal import conformal
 from fedvi.plots.curves import finetune_curve, learning_curves
 from fedvi.plots.entropy import entropy_density
 from fedvi.plots.per_client import clients
 
 __all__ = [
     "clients",
+    "conformal",
     "draw",
     "entropy_density",
     "finetune_curve",
     "learning_curves",
     "reliability_diagram",
+    "risk_coverage",
 ]
 
 _UNCERTAINTY = ("ece", "entropy", "mutual_information")
@@ -68,6 +71,11 @@ def _pictures(run: Any) -> Mapping[str, Callable]:
     pictures["per_client"] = clients
     if run.summary["finetune_curve"] is not None:
         pictures["finetune_curve"] = finetune_curve
-    if run.evaluation.get("ood") is not None:
-        pictures["entropy_density"] = entropy_density
+    for name, of, picture in (
+        ("entropy_density", "ood", entropy_density),
+        ("conformal", "conformal", conformal),
+        ("risk_coverage", "risk_coverage", risk_coverage),
+    ):
+        if run.evaluation.get(of):
+            pictures[name] = picture
     return pictures

@@ -13,7 +13,16 @@ import numpy as np
 
 from fedvi.experiment import folder
 
-__all__ = ["COLOURS", "PANEL", "band", "integer_rounds", "legend", "look", "picture"]
+__all__ = [
+    "COLOURS",
+    "PANEL",
+    "SEEDS",
+    "band",
+    "integer_rounds",
+    "legend",
+    "look",
+    "picture",
+]
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart, without its
 # yellow, which is hard to see on white. The eighth line has the first colour, dashed.
@@ -30,7 +39,9 @@ _STYLES = ("-", "--", ":", "-.")
 # Width and height in inches. Three panels are as wide as a page of text, two little
 # wider than a column of two; letters are made for that, not for shrinking.
 PANEL = 2.25, 1.75
-_CHARACTER, _LINE = 0.063, 0.15  # inches, of a legend's letter and line
+SEEDS = "± std over seeds"
+# Inches, of a letter and a line of a legend, and of what stands beside each label.
+_CHARACTER, _LINE, _HANDLE = 0.07, 0.15, 0.55
 _STYLE = {
     "figure.dpi": 150,
     "font.size": 8,
@@ -116,11 +127,11 @@ def legend(figure: Any, handles: Mapping[str, Any]) -> None:
     """A legend below all axes, in as many columns as fit; the figure grows by it."""
     width = figure.get_figwidth()
     labels = [textwrap.fill(name, int(width / _CHARACTER) - 9) for name in handles]
-    lengths = [max(map(len, name.splitlines())) for name in labels]
+    lengths = [max(map(_width, name.splitlines())) for name in labels]
     for columns in range(len(labels), 0, -1):
         # matplotlib fills columns one after another, as evenly as can be.
         widest = [max(part) for part in np.array_split(lengths, columns)]
-        if sum(widest) * _CHARACTER + 0.55 * columns <= width:
+        if sum(widest) + _HANDLE * columns <= width:
             break
     lines = -(-len(labels) // columns)
     lines += sum(name.count("\n") for name in labels)
@@ -128,3 +139,13 @@ def legend(figure: Any, handles: Mapping[str, Any]) -> None:
     figure.legend(
         list(handles.values()), labels, loc="outside lower center", ncols=columns
     )
+
+
+def _width(text: str) -> float:
+    """Inches that a line of a legend is wide."""
+    import matplotlib
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=matplotlib.rcParams["legend.fontsize"])
+    return text_to_path.get_text_width_height_descent(text, font, False)[0] / 72

@@ -10,6 +10,7 @@ from fedvi.experiment.rows import ABSURD_NLL
 from fedvi.plots.canvas import (
     COLOURS,
     PANEL,
+    SEEDS,
     band,
     integer_rounds,
     legend,
@@ -29,7 +30,7 @@ _METRICS = {
     "entropy": ("entropy (nats)", 1.0, np.inf),
     "mutual_information": ("mutual information (nats)", 1.0, np.inf),
 }
-_SEEDS, _CLIENTS = "± std over seeds", "± std over clients"
+_CLIENTS = "± std over clients"
 _FEW = 12  # evaluations, which have markers
 _MANY = 6  # evaluations, among which there may be some that are far out
 _FAR_OUT = 3.0  # interquartile ranges, as Tukey has it
@@ -128,7 +129,7 @@ def learning_curves(
         for axis in axes[-1]:
             axis.set_xlabel("round")
             integer_rounds(axis)
-        order = [*groups, _SEEDS, _CLIENTS]
+        order = [*groups, SEEDS, _CLIENTS]
         legend(figure, {name: handles[name] for name in order if name in handles})
     return figure
 
@@ -191,7 +192,7 @@ def _panel(
             axis.plot(rounds, curve.values.T, **line, lw=0.6, alpha=0.6)
         elif len(curve.values) > 1:
             about = _about(curve, curve.std)
-            handles[_SEEDS] = band(axis, rounds, *about, colour, 0.3)
+            handles[SEEDS] = band(axis, rounds, *about, colour, 0.3)
         marker = "o" if rounds.size <= _FEW else None
         (handles[name],) = axis.plot(rounds, mean, marker=marker, **line)
     if curves:
@@ -217,7 +218,8 @@ def _limits(curves: Sequence[_Curve]) -> tuple[float, float]:
     for curve in [c for c in curves if not c.failed.all()] or curves:
         own = curve.values if curve.failed.all() else curve.values[~curve.failed]
         own = np.where(np.isfinite(own), own, np.nan)
-        later = own[:, curve.rounds > 0] if curve.rounds[-1] > 0 else own
+        later = own[:, curve.rounds > 0]
+        later = later if np.isfinite(later).any() else own
         inside += [*_without_far_out(later), *later[:, -1]]
         if not curve.failed.any():
             shown = curve.rounds > 0 if later.shape[1] < _MANY else slice(-1, None)
@@ -300,10 +302,10 @@ def finetune_curve(runs: Runs, path: str | Path | None = None) -> Any:
                 if len(values) > 1:
                     std = values.std(axis=0, ddof=1)
                     about = mean - std, np.minimum(mean + std, 100.0)
-                    handles[_SEEDS] = band(axis, epochs, *about, colour, 0.2)
+                    handles[SEEDS] = band(axis, epochs, *about, colour, 0.2)
         axis.set(xlabel="epochs of fine-tuning", ylabel="accuracy (%)")
         integer_rounds(axis)
-        if _SEEDS in handles:
-            handles[_SEEDS] = handles.pop(_SEEDS)  # last
+        if SEEDS in handles:
+            handles[SEEDS] = handles.pop(SEEDS)  # last
         legend(figure, handles)
     return figure

@@ -9,21 +9,29 @@ import numpy as np
 from fedvi.evaluation import per_client
 from fedvi.plots import runs as of_runs
 from fedvi.plots.canvas import COLOURS, PANEL, legend, picture
-from fedvi.plots.runs import Runs, failed_seeds, named, title
+from fedvi.plots.runs import Runs, named, novel_clients, sound, title
 
-__all__ = ["clients", "jitter"]
+__all__ = ["STRIP", "Strip", "clients", "draw_strip", "jitter"]
 
 _COLUMNS = ("accuracy (%)", "NLL (nats)", "ECE (%)")
-_STRIP = 0.27  # inches
+STRIP = 0.27  # inches high
 _FEW = 25  # clients, whose models are joined by lines
 _MANY = 1000  # points of a strip, from which on it is a bitmap
 
 
-class _Strip(NamedTuple):
+class Strip(NamedTuple):
+    """A point per client, in a row."""
+
     name: str
     figures: np.ndarray  # [metrics, clients], mean over the seeds that did not fail
     novel: np.ndarray  # [clients] bool
     colours: np.ndarray  # [clients] str
+
+    @classmethod
+    def empty(cls, name: str, novel: np.ndarray) -> "Strip":
+        """Nothing is known of any client."""
+        nothing = np.full((1, novel.size), np.nan)
+        return cls(name, nothing, novel, np.full(novel.size, COLOURS[0]))
 
 
 def clients(runs: Runs, path: str | Path | None = None) -> Any:
@@ -53,11 +61,11 @@ def clients(runs: Runs, path: str | Path | None = None) -> Any:
         for strip in _strips(name, own, None if len(groups) == 1 else number)
     ]
     with picture(path, title(groups)) as figure:
-        figure.set_size_inches(3 * PANEL[0], 0.75 + _STRIP * len(strips))
+        figure.set_size_inches(3 * PANEL[0], 0.75 + STRIP * len(strips))
         axes = figure.subplots(1, len(_COLUMNS), sharey=True)
         for column, (axis, label) in enumerate(zip(axes, _COLUMNS)):
             for place, strip in enumerate(strips):
-                handles = _draw(axis, place, strip, column)
+                handles = draw_strip(axis, place, strip, column)
             if len(groups) == 1:
                 _join(axis, strips, column)
             axis.set_xlabel(label)
@@ -75,7 +83,7 @@ def jitter(count: int) -> np.ndarray:
     return 0.6 * (np.arange(1, count + 1) * 0.6180339887498949 % 1.0 - 0.5)
 
 
-def _strips(name: str, runs: Sequence[Any], number: int | None) -> list[_Strip]:
+def _strips(name: str, runs: Sequence[Any], number: int | None) -> list[Strip]:
     """One per model that the runs have; coloured by `number`, None: by cluster."""
     count = {run.summary["clients"] for run in runs}
     if len(count) > 1:
@@ -85,12 +93,9 @@ def _strips(name: str, runs: Sequence[Any], number: int | None) -> list[_Strip]:
         )
     figures: dict[str, list[np.ndarray]] = {}
     for run in runs:
-        failed = np.array(failed_seeds(run))
-        kept = failed if failed.all() else ~failed
         for model, scores in of_runs.scores(run).items():
-            figures.setdefault(model, []).append(_figures(scores)[kept])
-    novel = np.ones(count.pop(), bool)
-    novel[of_runs.trained(runs[0])] = False
+            figures.setdefault(model, []).append(_figures(scores)[sound(run)])
+    novel = novel_clients(runs[0])
     if number is None:
         clusters = runs[0].summary["per_seed"][0]["clusters"] or np.zeros(novel.size)
     else:
@@ -98,7 +103,7 @@ def _strips(name: str, runs: Sequence[Any], number: int | None) -> list[_Strip]:
     colours = np.array(COLOURS)[np.asarray(clusters, int) % len(COLOURS)]
     label = "" if number is None else f"{name}, "
     return [
-        _Strip(f"{label}{model}", np.concatenate(own).mean(axis=0), novel, colours)
+        Strip(f"{label}{model}", np.concatenate(own).mean(axis=0), novel, colours)
         for model, own in figures.items()
     ]
 
@@ -110,7 +115,7 @@ def _figures(scores: Any) -> np.ndarray:
     return np.where(np.isfinite(figures), figures, np.nan)
 
 
-def _draw(axis: Any, place: int, strip: _Strip, column: int) -> dict[str, Any]:
+def draw_strip(axis: Any, place: int, strip: Strip, column: int) -> dict[str, Any]:
     """Draws a strip; returns name to point."""
     x, y = strip.figures[column], place + jitter(strip.novel.size)
     handles = {}
@@ -148,7 +153,7 @@ def _point(novel: bool, colour: Any, count: int) -> dict[str, Any]:
     }
 
 
-def _join(axis: Any, strips: Sequence[_Strip], column: int) -> None:
+def _join(axis: Any, strips: Sequence[Strip], column: int) -> None:
     """Lines from strip to strip of every client, where they are few."""
     count = strips[0].novel.size
     if len(strips) > 1 and count <= _FEW:
@@ -157,7 +162,7 @@ def _join(axis: Any, strips: Sequence[_Strip], column: int) -> None:
         axis.plot(x, y, color="0.6", lw=0.5, alpha=0.5, zorder=0)
 
 
-def _clusters(axis: Any, strips: Sequence[_Strip]) -> Mapping[str, Any]:
+def _clusters(axis: Any, strips: Sequence[Strip]) -> Mapping[str, Any]:
     """Name to point of every cluster, where there are several."""
     found = [colour for colour in COLOURS if colour in strips[0].colours]
     if len(found) < 2:

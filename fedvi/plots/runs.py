@@ -11,10 +11,13 @@ from fedvi.experiment.labels import labels, marked
 __all__ = [
     "MODELS",
     "Runs",
+    "client_rows",
     "failed_seeds",
     "has_model",
     "named",
+    "novel_clients",
     "scores",
+    "sound",
     "title",
     "trained",
 ]
@@ -97,16 +100,44 @@ def has_model(run: Any, model: str) -> bool:
     return run.summary["global_model"] or not model.endswith("global")
 
 
+def sound(run: Any) -> np.ndarray:
+    """`[seeds]` bool, those that did not fail; all, if all did."""
+    failed = np.array(failed_seeds(run))
+    return failed if failed.all() else ~failed
+
+
+def novel_clients(run: Any) -> np.ndarray:
+    """`[clients]` bool, those that take no part in training."""
+    return np.isin(np.arange(run.summary["clients"]), run.summary["novel_clients"])
+
+
 def trained(run: Any) -> np.ndarray:
     """Numbers of the clients that take part in training."""
-    clients = np.arange(run.summary["clients"])
-    return np.setdiff1d(clients, run.summary["novel_clients"])
+    return np.flatnonzero(~novel_clients(run))
 
 
-def scores(run: Any) -> dict[str, Scores]:
-    """Of the models that the run has, leaves `[seeds, clients, ...]`, float64."""
+def client_rows(run: Any, column: str) -> np.ndarray:
+    """A column of `clients.csv`, `[seeds, clients]`; NaN where a cell is empty."""
+    rows = run.per_client()
+    if not isinstance(rows, list):  # a DataFrame
+        rows = rows.to_dict("records")
+    cells = [np.nan if row[column] is None else row[column] for row in rows]
+    return np.array(cells, float).reshape(-1, run.summary["clients"])
+
+
+def scores(run: Any, of: str = "scores") -> dict[str, Scores]:
+    """Of the models that the run has, leaves `[seeds, clients, ...]`, float64.
+
+    Args:
+      run: whose.
+      of: `scores` of the last evaluation, or `recalibration`, those at the temperature
+        of all clients' calibration data; empty where there are none.
+    """
+    found = run.scores if of == "scores" else run.evaluation.get(of) or {}
+    if of != "scores":
+        found = {model: own["global"] for model, own in found.items()}
     return {
         model: Scores(*(np.asarray(leaf, np.float64) for leaf in own))
-        for model, own in run.scores.items()
+        for model, own in found.items()
         if has_model(run, model)
     }
