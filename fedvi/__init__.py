@@ -43,6 +43,8 @@ __all__ = [
     "distributions",
     "experiment",
     "flatten",
+    "load_run",
+    "load_runs",
     "nn",
     "option",
     "selection",
@@ -57,6 +59,6 @@ def __getattr__(name: str):
     often do without."""
     if name == "experiment":
         return importlib.import_module("fedvi.experiment")
-    if name == "sweep":
+    if name in ("load_run", "load_runs", "sweep"):
         return getattr(importlib.import_module("fedvi.experiment"), name)
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

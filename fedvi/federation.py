@@ -18,7 +18,7 @@ from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate, own_settings
 from fedvi.client_map import AXIS, MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData, settled_clients
-from fedvi.evaluation import Scores, Uncertainty
+from fedvi.evaluation import BINS, Predictions, Scores
 from fedvi.flat import has_flats
 from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
 from fedvi.placement import replicate, replicated, state_shardings
@@ -73,7 +73,8 @@ class RoundMetrics(NamedTuple):
 EVALUATIONS: dict[str, Callable] = {
     "evaluate": visit.score_global,
     "evaluate_personal": visit.score_personal,
-    "uncertainty_personal": visit.uncertainty,
+    "predictions": visit.predictions_global,
+    "predictions_personal": visit.predictions_personal,
     "clusters": visit.cluster,
 }
 """What each evaluation does with one client."""
@@ -81,7 +82,8 @@ EVALUATIONS: dict[str, Callable] = {
 PREDICTIVES = {
     "evaluate": "global_predictive",
     "evaluate_personal": "personal_predictive",
-    "uncertainty_personal": "personal_predictive",
+    "predictions": "global_predictive",
+    "predictions_personal": "personal_predictive",
 }
 """Whose predictions an evaluation is of."""
 
@@ -96,7 +98,7 @@ class BaseFederation:
       train: stacked `ClientData` of any number of clients: its shapes are looked at.
       test: the same, of what is evaluated on.
       selection: None: full participation.
-      chunk_size, mesh, eval_batch_size, codec: as of `Federation`.
+      chunk_size, mesh, eval_batch_size, calibration_bins, codec: as of `Federation`.
 
     Attributes:
       clients: number of clients.
@@ -116,11 +118,13 @@ class BaseFederation:
         chunk_size: int | None,
         mesh: Mesh | None,
         eval_batch_size: int,
+        calibration_bins: int,
         codec: Codec,
     ):
         if chunk_size is not None:
             checks.whole("chunk_size", chunk_size)
         checks.whole("eval_batch_size", eval_batch_size)
+        checks.whole("calibration_bins", calibration_bins)
         if mesh is not None and AXIS not in getattr(mesh, "axis_names", ()):
             raise ValueError(
                 f"mesh={mesh!r} must be one over clients: fedvi.clients_mesh(devices)"
@@ -164,6 +168,8 @@ class BaseFederation:
         self.settings: Any = ()
         self.chunk_size, self.mesh = chunk_size, mesh
         self.eval_batch_size = eval_batch_size
+        self.calibration_bins = calibration_bins
+        self._inputs = jax.ShapeDtypeStruct(test.x.shape[1:], test.x.dtype)
         self._fresh()
 
     def _fresh(self) -> None:
@@ -184,6 +190,10 @@ class BaseFederation:
         return other
 
     # Programs.
+
+    @property
+    def _evaluation(self) -> visit.Evaluation:
+        return visit.Evaluation(self.eval_batch_size, self.calibration_bins)
 
     def _jit(self, name: Any, function: Callable, **options) -> Callable:
         if name not in self._jits:
@@ -246,20 +256,25 @@ class BaseFederation:
         """
         return self._evaluate("evaluate_personal", state, self._tested())
 
-    def uncertainty_personal(
-        self, state: State, *data_sets: Any
-    ) -> tuple[Uncertainty, ...]:
-        """Entropy and mutual information, example by example, of the personal models.
+    def predictions(self, state: State, *data_sets: Any) -> tuple[Predictions, ...]:
+        """Log-probabilities and uncertainty, example by example, of the global model.
 
         Args:
-          state: as for `evaluate_personal`, whose models and draws these are.
+          state: as for `evaluate`, whose models these are; of the first data set the
+            draws too.
           data_sets: of the same clients, given as the training data are: for instance
-            the test data and out-of-distribution inputs.
+            the test data, out-of-distribution inputs, calibration data.
 
         Returns:
-          One `Uncertainty` with leaves `[clients, capacity]` for each.
+          `Predictions` with leaves `[clients, capacity, ...]`, one of each data set.
         """
-        return self._evaluate("uncertainty_personal", state, *data_sets)
+        return self._evaluate("predictions", state, *data_sets)
+
+    def predictions_personal(
+        self, state: State, *data_sets: Any
+    ) -> tuple[Predictions, ...]:
+        """The same of the personal models, those of `evaluate_personal`."""
+        return self._evaluate("predictions_personal", state, *data_sets)
 
     def clusters(self, state: State) -> jax.Array:
         """`[clients]` int32, the cluster of every client by `Algorithm.assign`.
@@ -290,8 +305,9 @@ class BaseFederation:
 
         Args:
           state: of one run.
-          client: whose; it adapts to its training data first, with the same random
-            numbers as in `evaluate_personal`. None: the global posterior.
+          client: whose; one that keeps no posterior of its own (`kept`) adapts to its
+            training data first, with the same random numbers as in
+            `evaluate_personal`. None: the global posterior.
 
         Returns:
           A `distrax.Distribution`, from `Algorithm.posterior` or `personal_posterior`.
@@ -300,13 +316,8 @@ class BaseFederation:
           ValueError: the algorithm has none, or several global ones; no such client;
             a state of several runs.
         """
-        self._check_state(state)
+        self._check_single(state)
         algorithm = self._of(state).algorithm
-        if state.key.ndim:
-            raise ValueError(
-                f"state is that of {len(state.key)} runs: give one of them, such as "
-                "fedvi.federation.take(state, 0)"
-            )
         which = "posterior" if client is None else "personal_posterior"
         posterior = getattr(algorithm, which)
         if posterior is None:
@@ -323,9 +334,105 @@ class BaseFederation:
                     "cluster: give client"
                 )
             return _distribution("posterior", posterior(server))
-        client = checks.index("client", client, self.clients)
-        personal = self._personal_model(state, client)
+        personal = self._own_model(state, client)
         return _distribution("personal_posterior", posterior(server, personal))
+
+    @own_settings()
+    def predict(
+        self, state: State, x: jax.typing.ArrayLike, client: int | None = None
+    ) -> Predictions:
+        """One model's predictions for any examples.
+
+        With the keys of `predictions`: for no more examples than a client has room for
+        in `test`, those of its own test data are what `evaluate_personal` looks at.
+
+        Args:
+          state: of one run.
+          x: `[n, ...]` of the shape and type of the training data.
+          client: whose model, as of `posterior`; None: the global one, with the keys of
+            client 0.
+
+        Returns:
+          `Predictions` with leaves `[n, ...]`.
+
+        Raises:
+          ValueError: examples of another shape or type, or that are not finite; several
+            global models; no such client; a state of several runs.
+        """
+        self._check_single(state)
+        if client is None and self.algorithm.assign is not None:
+            raise ValueError(
+                f"algorithm={self.algorithm.name} has several global models, one a "
+                "cluster: give client"
+            )
+        data = self._padded(x)
+        name, personal = "predictions", ()
+        if client is not None:
+            name, personal = "predictions_personal", self._own_model(state, client)
+
+        def predictions(state, number, personal, data):
+            given = self._of(state).algorithm
+            given = given._replace(kept=None, personalise=lambda *_: personal)
+            call = Call(state.key, state.round, state.server)
+            visited = Visit(number, (), (), (data,))
+            return EVALUATIONS[name](given, self._evaluation, call, visited)
+
+        jitted = self._jit(("predict", name), predictions)
+        number = np.int32(0 if client is None else client)
+        state = state._replace(clients=())
+        [found] = self._evaluated(name, jitted(state, number, personal, data))
+        return take(found, slice(int(data.size)))
+
+    def _padded(self, x: jax.typing.ArrayLike) -> ClientData:
+        """Examples as one client's data, checked: of the test data's capacity, or of
+        that doubled until there is room, so that few programs are compiled."""
+        like, x = self._inputs, np.asarray(x)
+        if x.shape[1:] != like.shape[1:] or not x.ndim:
+            shape = ", ".join(["n", *map(str, like.shape[1:])])
+            raise ValueError(f"x has shape {x.shape}: it must be ({shape})")
+        floats = jnp.issubdtype(like.dtype, jnp.floating)
+        fits = floats == jnp.issubdtype(x.dtype, jnp.floating)
+        if not fits or not (floats or (x.astype(like.dtype) == x).all()):
+            raise ValueError(
+                f"x is {x.dtype} and the training inputs {like.dtype}, which a model "
+                "scales differently: give both in one type"
+            )
+        if floats and not np.isfinite(x).all():
+            raise ValueError("x is not finite: remove or repair those examples")
+        n, capacity = len(x), like.shape[0]
+        while capacity < n:
+            capacity *= 2
+        padded = np.zeros((capacity, *x.shape[1:]), like.dtype)
+        padded[:n] = x
+        return ClientData(padded, np.zeros(capacity, np.int32), np.int32(n))
+
+    def _own_model(self, state: State, client: int) -> Any:
+        """What a client predicts with: what it kept, or what it adapts to."""
+        client = checks.index("client", client, self.clients)
+        known, personal = self.kept(state, client)
+        return personal if known else self._personal_model(state, client)
+
+    def _check_single(self, state: State) -> None:
+        self._check_state(state)
+        if state.key.ndim:
+            raise ValueError(
+                f"state is that of {len(state.key)} runs: give one of them, such as "
+                "fedvi.federation.take(state, 0)"
+            )
+
+    @own_settings()
+    def kept(self, state: State, client: int) -> tuple[bool, Any]:
+        """Whether a client has kept what it predicts with, and that; None if not.
+
+        Args:
+          state: of one run.
+          client: whose.
+        """
+        kept = self._of(state).algorithm.kept
+        if kept is None:
+            return False, None
+        known, own = kept(state.server, self._client_state(state, client))
+        return (True, own) if known else (False, None)
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes what clients keep on disk permanent, together with what `save` writes.
@@ -477,6 +584,7 @@ class Federation(BaseFederation):
         `model_devices` the states of a model of `fedvi.placement.layered` too.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
         batch statistics the figure matters.
+      calibration_bins: of confidence, equally wide, for ECE and MCE.
       codec: of the uploads, from `fedvi.codecs`; default: they arrive as they are.
       runs_at_once: of several runs, those in one vmap; 1: one after another.
       settings: pytree of numbers, those of a run that names none.
@@ -504,6 +612,7 @@ class Federation(BaseFederation):
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
+        calibration_bins: int = BINS,
         codec: Codec = IDENTITY,
         runs_at_once: int = 1,
         settings: Any = (),
@@ -532,6 +641,7 @@ class Federation(BaseFederation):
             chunk_size=chunk_size,
             mesh=mesh,
             eval_batch_size=eval_batch_size,
+            calibration_bins=calibration_bins,
             codec=codec,
         )
         for name, data in (("train", train), ("test", test)):
@@ -641,6 +751,9 @@ class Federation(BaseFederation):
         client = self._on_devices(jnp.int32(client))
         return self._program("personal_model", state, self.train, client)
 
+    def _client_state(self, state: State, client: int):
+        return take(state.clients, client)
+
     # Ahead of time.
 
     @own_settings()
@@ -718,11 +831,17 @@ class Federation(BaseFederation):
         """`evaluate_personal` without `jit`."""
         return self._each_client("evaluate_personal", state, train, test)
 
-    def pure_uncertainty_personal(
+    def pure_predictions(
         self, state: State, train: ClientData, *data_sets: ClientData
-    ) -> tuple[Uncertainty, ...]:
-        """`uncertainty_personal` without `jit`."""
-        return self._each_client("uncertainty_personal", state, train, *data_sets)
+    ) -> tuple[Predictions, ...]:
+        """`predictions` without `jit`."""
+        return self._each_client("predictions", state, train, *data_sets)
+
+    def pure_predictions_personal(
+        self, state: State, train: ClientData, *data_sets: ClientData
+    ) -> tuple[Predictions, ...]:
+        """`predictions_personal` without `jit`."""
+        return self._each_client("predictions_personal", state, train, *data_sets)
 
     def pure_clusters(self, state: State, train: ClientData) -> jax.Array:
         """`clusters` without `jit`."""
@@ -732,7 +851,7 @@ class Federation(BaseFederation):
         """What `client` predicts with, by `Algorithm.personalise`."""
         call = Call(state.key, state.round, state.server)
         one = self._visit((state.clients, train), client)
-        return visit.personal_model(self.algorithm, self.eval_batch_size, call, one)
+        return visit.personal_model(self.algorithm, self._evaluation, call, one)
 
     # Programs over one run or several.
 
@@ -856,7 +975,7 @@ class Federation(BaseFederation):
         call = Call(state.key, state.round, state.server)
 
         def score(call, visited):
-            return (), one(self.algorithm, self.eval_batch_size, call, visited)
+            return (), one(self.algorithm, self._evaluation, call, visited)
 
         everyone = jnp.arange(self.clients)
         return self._visits(score, call, everyone, state.clients, *data_sets)[1]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import optax
@@ -380,6 +380,28 @@ class ExperimentConfig:
         """The configuration as JSON holds it."""
         fields = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ExperimentConfig":
+        """The configuration that `to_dict` gave.
+
+        Raises:
+          ValueError: fields of another version of fedvi; names them.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        problems = [
+            f"{verb} {', '.join(sorted(names))}"
+            for verb, names in (
+                ("has the unknown", fields.keys() - known),
+                ("lacks", known - fields.keys()),
+            )
+            if names
+        ]
+        if problems:
+            raise ValueError(" and ".join(problems))
+        return cls(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        )
 
     # When a run is evaluated: every `eval_every` rounds and after each of the last.
 

@@ -1,18 +1,20 @@
 """What one run writes: its rows, checkpoints and, at the end, its summary and plots."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedvi import __version__
 from fedvi.evaluation import Scores
 from fedvi.experiment import (
     checkpoint,
     display,
     final_measurements,
     folder,
+    npz_tree,
     plots,
     processes,
     report,
@@ -78,8 +80,9 @@ class Recorder:
         if done < 0:
             folder.remove(self.run_dir / folder.STORE)
         (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
-        folder.write_json(self.run_dir / folder.CONFIG, self.config.to_dict())
-        clients = rows.client_rows(self.experiment)
+        config = {folder.VERSION: __version__} | self.config.to_dict()
+        folder.write_json(self.run_dir / folder.CONFIG, config)
+        clients = rows.client_rows(self.experiment, self.seeds)
         folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 
     @contextlib.contextmanager
@@ -167,6 +170,8 @@ class Recorder:
             )
 
         def write():
+            arrays = {} if uncertainty is None else {"ood": uncertainty}
+            self._write_evaluation(evaluation, arrays)
             evaluations = folder.metrics_rows(self.run_dir)
             result = report.summary(
                 self.experiment,
@@ -194,6 +199,21 @@ class Recorder:
             return result
 
         return processes.on_first(write)
+
+    def _write_evaluation(
+        self,
+        evaluation: Evaluation,
+        arrays: Mapping[str, Any],
+        further: Sequence[Mapping[str, np.ndarray]] = (),
+    ) -> None:
+        """What the last evaluation gave, whole, and each client's figures."""
+        measured = {"scores": evaluation.scores, **arrays}
+        npz_tree.save(self.run_dir / folder.EVALUATION, measured, {})
+        scores, clusters = evaluation.scores, evaluation.clusters
+        clients = rows.client_rows(
+            self.experiment, self.seeds, scores, clusters, further
+        )
+        folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 
 
 def status(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedvi.evaluation import Scores, adjusted_rand_index, summarise
+from fedvi.evaluation import Scores, adjusted_rand_index, per_client, summarise
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.setup import Experiment
 from fedvi.federation import RoundMetrics, take
@@ -188,16 +188,84 @@ def choice_rows(
     ]
 
 
-def client_rows(experiment: Experiment) -> list[dict[str, Any]]:
-    """One row per client: its number, its natural id if it has one, and its sizes."""
-    data = experiment.data
-    clients = len(data.train.size)
-    ids = range(clients) if data.ids is None else data.ids.tolist()
-    sizes = (np.asarray(part.size).tolist() for part in (data.train, data.test))
-    return [
-        {"client": client, "id": name, "train_size": train, "test_size": test}
-        for client, (name, train, test) in enumerate(zip(ids, *sizes, strict=True))
+def client_rows(
+    experiment: Experiment,
+    seeds: Sequence[int],
+    scores: Mapping[str, Scores] | None = None,
+    clusters: np.ndarray | None = None,
+    further: Sequence[Mapping[str, np.ndarray]] = (),
+) -> list[dict[str, Any]]:
+    """One row per seed and client: who it is, what it holds, how well it is served.
+
+    `client` is its number in all other files, `id` its natural one, if it has one;
+    `novel` is 1 if it never trains; `train_class_c` counts its training examples of
+    class c. After the run: `global_accuracy` (per cent), `global_nll` (nats) and
+    `global_ece` (fraction, from the client's own bins), the same of the `personal`
+    model, and `cluster`. A cell is empty where there is nothing: no test data, no
+    global model. `true_cluster` is there where it is known.
+
+    Args:
+      experiment: what is run.
+      seeds: the seeds.
+      scores: leaves `[seeds, clients, ...]` of the last evaluation's models; None: it
+        is yet to come.
+      clusters: `[seeds, clients]`, or None.
+      further: columns, `[seeds, clients]` each.
+    """
+    per_seed = [
+        _scored_clients(experiment, {m: take(s, i) for m, s in (scores or {}).items()})
+        | ({} if clusters is None else {"cluster": clusters[i]})
+        | {key: column[i] for one in further for key, column in one.items()}
+        for i in range(len(seeds))
     ]
+    known = _described_clients(experiment)
+    return [
+        {"seed": seed, **dict(zip([*known, *own], cells))}
+        for seed, own in zip(seeds, per_seed)
+        for cells in zip(*map(_cells, [*known.values(), *own.values()]), strict=True)
+    ]
+
+
+def _described_clients(experiment: Experiment) -> dict[str, Any]:
+    """Columns of what is known of the clients before training."""
+    data, classes = experiment.data, experiment.data.classes
+    train = data.train
+    clients = np.arange(len(train.size))
+    sizes = np.asarray(train.size)
+    real = np.arange(train.y.shape[1]) < sizes[:, None]
+    labels = clients[:, None] * classes + np.asarray(train.y)
+    counts = np.bincount(labels[real], minlength=clients.size * classes)
+    counts = counts.reshape(clients.size, classes)
+    names = data.class_names or range(classes)
+    columns = {
+        "client": clients,
+        "id": clients if data.ids is None else data.ids,
+        "novel": np.isin(clients, experiment.novel).astype(int),
+        "train_size": sizes,
+        "test_size": np.asarray(data.test.size),
+        **{f"train_class_{name}": counts[:, c] for c, name in enumerate(names)},
+    }
+    return (
+        columns if data.clusters is None else columns | {"true_cluster": data.clusters}
+    )
+
+
+def _scored_clients(
+    experiment: Experiment, scores: Mapping[str, Scores]
+) -> dict[str, Any]:
+    """Columns of how well each client's models predict."""
+    columns = {}
+    for model, own in scores.items():
+        exists = model != "global" or experiment.algorithm.global_model
+        for key, values in per_client(own).items():
+            columns[f"{model}_{key}"] = np.where(exists, values, np.nan)
+    return columns
+
+
+def _cells(column: Any) -> list[Any]:
+    """As Python's own values, which CSV shows shortest; None where there is none."""
+    values = np.asarray(column).tolist()
+    return [None if value != value else value for value in values]  # NaN
 
 
 def _choice_row(client_ids: np.ndarray, choice: Choice) -> dict[str, Any]:

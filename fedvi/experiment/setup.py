@@ -30,6 +30,7 @@ from fedvi.selection import Selection
 from fedvi.streaming import StreamedFederation
 
 __all__ = [
+    "PATHS",
     "Experiment",
     "applied",
     "differing",
@@ -38,7 +39,12 @@ __all__ = [
     "identity",
     "program_of",
     "resolve",
+    "settings",
 ]
+
+
+PATHS = ("data_file", "second_data_file", "ood_data_file", "data_dir")
+"""Settings that say where data lie, and not what they are."""
 
 
 class Experiment(NamedTuple):
@@ -144,9 +150,24 @@ def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, An
       config: of `ExperimentConfig.to_dict`.
       data_sha256: of the clients' examples.
     """
-    paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
-    settings = {key: value for key, value in config.items() if key not in paths}
+    settings = {key: value for key, value in config.items() if key not in PATHS}
     return settings | {"data_sha256": data_sha256}
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is made from, but for its data's places and its seeds, flat: an option
+    of the algorithm is `options.name`, a sequence text with commas.
+
+    Args:
+      config: of `ExperimentConfig.to_dict`.
+    """
+    plain = {k: v for k, v in config.items() if k not in (*PATHS, "seed", "seeds")}
+    options = plain.pop("options")
+    flat = plain | {f"options.{key}": value for key, value in options.items()}
+    return {
+        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        for key, value in flat.items()
+    }
 
 
 def experiment(
@@ -397,15 +418,20 @@ def differing(experiments: Sequence[Experiment]) -> list[Any]:
 
 
 def federation(
-    experiment: Experiment, options: RunOptions, mesh: Mesh, settings: Any = ()
+    experiment: Experiment,
+    options: RunOptions,
+    mesh: Mesh | None,
+    settings: Any = (),
+    read_only: bool = False,
 ) -> BaseFederation:
     """The federation of an experiment, its clients in memory or streamed.
 
     Args:
       experiment: what is run.
       options: where and how.
-      mesh: of the devices.
+      mesh: of the devices; None: one of them.
       settings: those of `Experiment.numbers` that its runs may differ in; () for none.
+      read_only: as of `StreamedFederation`.
     """
     train, test = experiment.data.train, experiment.data.test
     common = {
@@ -422,6 +448,7 @@ def federation(
         data.ClientArrays(train),
         data.ClientArrays(test),
         store=os.path.join(options.run_dir, folder.STORE),
+        read_only=read_only,
         block_size=options.block_size,
         **common,
     )
