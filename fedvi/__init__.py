@@ -50,14 +50,16 @@ __all__ = [
     "plots",
     "selection",
     "stein",
+    "sweep",
     "trees",
 ]
 
 
 def __getattr__(name: str):
-    """Modules when they are first asked for: notebooks often do without."""
+    """`fedvi.experiment`, what it gives, and `fedvi.plots`, when they are first asked
+    for: notebooks often do without."""
     if name in ("experiment", "plots"):
         return importlib.import_module(f"fedvi.{name}")
-    if name in ("load_run", "load_runs"):
+    if name in ("load_run", "load_runs", "sweep"):
         return getattr(importlib.import_module("fedvi.experiment"), name)
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")
