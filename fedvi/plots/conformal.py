@@ -1,6 +1,6 @@
 """How often prediction sets hold the true class, and how large they are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,39 +59,28 @@ def conformal(runs: Runs, path: str | Path | None = None, *, score: str = "lac")
         raise ValueError(
             "runs have no prediction sets: run with --calibration_fraction=0.2"
         )
-    first = next(iter(groups.values()))[0]
-    found = first.evaluation["conformal"]
     models = [model for model in ("global", "personal") if _has(groups, model)]
-    known = list(next(found[m] for m in ("personal", "global") if m in found))
+    known = list(groups[next(iter(groups))][0].evaluation["conformal"][models[-1]])
     if score not in known:
         raise ValueError(f"score={score!r}: it must be one of {', '.join(known)}")
-    alone = len(groups) == 1
-    strips = {model: _strips(groups, model) for model in models}
-    most = max(map(len, strips.values()))
+    names = list(_COLUMNS.values()) if len(groups) == 1 else list(groups)
     width, height = PANEL
+    heights = 1.2 * height, 0.5 + STRIP * len(names)
     with picture(path, title(groups)) as figure:
-        below = 0.5 + STRIP * most
-        figure.set_size_inches(
-            width * max(len(models), 1.5), 0.4 + 1.2 * height + below
-        )
+        figure.set_size_inches(width * max(len(models), 1.5), 0.4 + sum(heights))
         axes = figure.subplots(
-            2, len(models), squeeze=False, height_ratios=(1.2 * height, below)
+            2, len(models), squeeze=False, sharey="row", height_ratios=heights
         )
-        handles: dict[str, Any] = {}
-        for model, (above, under) in zip(models, axes.T):
-            above.set_title(model)
-            handles |= _curves(above, groups, model, score, alone)
-            for place, strip in enumerate(strips[model]):
-                points = draw_strip(under, place, strip, 0)
-            under.axvline(_promised(first), color="0.4", ls="--", lw=0.8, zorder=0)
-            under.set(xlabel="coverage of a client (%)", ylim=(most - 0.4, -0.6))
-            under.set_yticks(range(most), [strip.name for strip in strips[model]])
-            under.grid(visible=False, axis="y")
-            handles |= points
-        for under in axes[1, 1:]:
-            under.tick_params(labelleft=False)
+        curves: dict[str, Any] = {}
+        for model, (above, below) in zip(models, axes.T):
+            above.set(title=model, xlabel="classes in a set")
+            curves |= _curves(above, groups, model, score)
+            below.set_xlabel("coverage of a client (%)")
+            points = _strips(below, groups, model)
         axes[0, 0].set_ylabel("coverage (%)")
-        legend(figure, handles)
+        axes[1, 0].set_yticks(range(len(names)), names)
+        axes[1, 0].set_ylim(len(names) - 0.4, -0.6)
+        legend(figure, curves | points)
     return figure
 
 
@@ -103,78 +92,65 @@ def _is_there(run: Any, model: str) -> bool:
     return has_model(run, model) and model in run.evaluation["conformal"]
 
 
-def _promised(run: Any) -> float:
-    """Per cent."""
-    return 100 * (1 - run.summary["conformal"]["level"])
+def _promise(groups: Mapping[str, Sequence[Any]], line: Callable) -> None:
+    """Draws what the runs' level promises, per cent."""
+    for level in {
+        r.summary["conformal"]["level"] for own in groups.values() for r in own
+    }:
+        line(100 * (1 - level), color="0.4", ls="--", lw=0.8, zorder=1)
 
 
 def _curves(
-    axis: Any,
-    groups: Mapping[str, Sequence[Any]],
-    model: str,
-    score: str,
-    alone: bool,
+    axis: Any, groups: Mapping[str, Sequence[Any]], model: str, score: str
 ) -> dict[str, Any]:
     """Draws coverage against set size; returns name to line."""
+    _promise(groups, axis.axhline)
+    if len(groups) == 1:
+        [runs] = groups.values()
+        lines = {text: (runs, rule) for rule, text in _RULES.items()}
+    else:
+        lines = {name: (runs, "global") for name, runs in groups.items()}
     handles: dict[str, Any] = {}
-    first = next(iter(groups.values()))[0]
-    axis.axhline(_promised(first), color="0.4", ls="--", lw=0.8, zorder=1)
-    for number, (name, runs) in enumerate(groups.items()):
+    for number, (name, (runs, rule)) in enumerate(lines.items()):
         if not _is_there(runs[0], model):
             continue
-        for place, (rule, text) in enumerate(_RULES.items()):
-            if not alone and rule != "global":
-                continue
-            line = look(place if alone else number)
-            size, coverage = (
-                np.concatenate(
-                    [
-                        r.evaluation["conformal"][model][score][rule][key][s]
-                        for r in runs
-                        for s in [sound(r)]
-                    ]
-                ).mean(axis=0)
-                for key in ("set_size", "coverage")
-            )
-            (handles[text if alone else name],) = axis.plot(
-                size, 100 * coverage, marker="o", ms=2, **line
-            )
-            at = [_at_level(r, model, score, rule) for r in runs]
-            size, coverage = np.concatenate(at).mean(axis=0)
-            axis.plot(size, 100 * coverage, "o", ms=5, color=line["color"])
-    axis.set_xlabel("classes in a set")
+        along, at = [], []
+        for run in runs:
+            own = run.evaluation["conformal"][model][score][rule]
+            along.append(np.stack([own["set_size"], own["coverage"]], 1)[sound(run)])
+            seeds = [
+                s[model][score][rule] for s in run.summary["conformal"]["per_seed"]
+            ]
+            own = np.array([(s["set_size"], s["coverage"]) for s in seeds], float)
+            at.append(own[sound(run)])
+        line = look(number)
+        size, coverage = np.concatenate(along).mean(axis=0)
+        (handles[name],) = axis.plot(size, 100 * coverage, marker="o", ms=2, **line)
+        size, coverage = np.concatenate(at).mean(axis=0)
+        axis.plot(size, 100 * coverage, "o", ms=5, color=line["color"])
     return handles
 
 
-def _at_level(run: Any, model: str, score: str, rule: str) -> np.ndarray:
-    """`[seeds, 2]`, set size and coverage at the run's own level."""
-    figures = [one[model][score][rule] for one in run.summary["conformal"]["per_seed"]]
-    found = np.array([(one["set_size"], one["coverage"]) for one in figures], float)
-    return found[sound(run)]
-
-
-def _strips(groups: Mapping[str, Sequence[Any]], model: str) -> list[Strip]:
-    """Coverage of every client; of several methods with the threshold of all."""
-    strips = []
-    for number, (name, runs) in enumerate(groups.items()):
+def _strips(
+    axis: Any, groups: Mapping[str, Sequence[Any]], model: str
+) -> dict[str, Any]:
+    """Draws the coverage of every client; returns name to point."""
+    _promise(groups, axis.axvline)
+    axis.grid(visible=False, axis="y")
+    if len(groups) == 1:
+        [runs] = groups.values()
+        strips = [(runs, column) for column in _COLUMNS]
+    else:
+        strips = [(runs, "coverage") for runs in groups.values()]
+    handles: dict[str, Any] = {}
+    for place, (runs, column) in enumerate(strips):
         if not _is_there(runs[0], model):
-            if len(groups) > 1:
-                strips.append(Strip.empty(name, novel_clients(runs[0])))
             continue
-        for place, (column, text) in enumerate(_COLUMNS.items()):
-            if len(groups) > 1 and column != "coverage":
-                continue
-            values = np.concatenate(
-                [client_rows(run, f"{model}_{column}")[sound(run)] for run in runs]
-            )
-            novel = novel_clients(runs[0])
-            colour = COLOURS[(place if len(groups) == 1 else number) % len(COLOURS)]
-            strips.append(
-                Strip(
-                    text if len(groups) == 1 else name,
-                    100 * values.mean(axis=0)[None],
-                    novel,
-                    np.full(novel.size, colour),
-                )
-            )
-    return strips
+        values = np.concatenate(
+            [client_rows(run, f"{model}_{column}")[sound(run)] for run in runs]
+        )
+        novel = novel_clients(runs[0])
+        colours = np.full(novel.size, COLOURS[place % len(COLOURS)])
+        figures = 100 * values.mean(axis=0)[None]
+        handles |= draw_strip(axis, place, Strip("", figures, novel, colours), 0)
+    return handles

@@ -27,12 +27,6 @@ class Strip(NamedTuple):
     novel: np.ndarray  # [clients] bool
     colours: np.ndarray  # [clients] str
 
-    @classmethod
-    def empty(cls, name: str, novel: np.ndarray) -> "Strip":
-        """Nothing is known of any client."""
-        nothing = np.full((1, novel.size), np.nan)
-        return cls(name, nothing, novel, np.full(novel.size, COLOURS[0]))
-
 
 def clients(runs: Runs, path: str | Path | None = None) -> Any:
     """Draws accuracy, NLL and ECE of every client: a strip per method and model.
