@@ -32,7 +32,7 @@ def conformal(runs: Runs, path: str | Path | None = None, *, score: str = "lac")
     """Draws the coverage of prediction sets against their size, a column per model.
 
     Above: mean share of sets that hold the true class against the mean number of
-    classes in them, over a grid of levels; large dots are at the run's own level, and
+    classes in them, over a grid of levels; circles are at the run's own level, and
     dashed is what that promises. Of one method a line per rule for the threshold, of
     several a line per method, with the threshold of all. Below: every client's coverage
     at that level, by LAC, one strip per rule or method. Means are over the clients that
@@ -74,13 +74,15 @@ def conformal(runs: Runs, path: str | Path | None = None, *, score: str = "lac")
         curves: dict[str, Any] = {}
         for model, (above, below) in zip(models, axes.T):
             above.set(title=model, xlabel="classes in a set")
+            above.set_xscale("log", base=2)
+            above.xaxis.set_major_formatter("{x:g}")
             curves |= _curves(above, groups, model, score)
             below.set_xlabel("coverage of a client (%)")
             points = _strips(below, groups, model)
         axes[0, 0].set_ylabel("coverage (%)")
         axes[1, 0].set_yticks(range(len(names)), names)
         axes[1, 0].set_ylim(len(names) - 0.4, -0.6)
-        legend(figure, curves | points)
+        legend(figure, curves | points, (*groups, *_RULES.values(), *curves))
     return figure
 
 
@@ -127,7 +129,7 @@ def _curves(
         size, coverage = np.concatenate(along).mean(axis=0)
         (handles[name],) = axis.plot(size, 100 * coverage, marker="o", ms=2, **line)
         size, coverage = np.concatenate(at).mean(axis=0)
-        axis.plot(size, 100 * coverage, "o", ms=5, color=line["color"])
+        axis.plot(size, 100 * coverage, "o", ms=6, mfc="none", color=line["color"])
     return handles
 
 

@@ -93,13 +93,7 @@ def learning_curves(
       ImportError: matplotlib is not installed.
     """
     groups = named(runs)
-    if metrics is None:
-        metrics = ("accuracy", "nll", "ece")[: 3 if len(groups) > 1 else 2]
-    for name in metrics:
-        if name not in _METRICS:
-            raise ValueError(
-                f"metrics has {name!r}: it must be one of {', '.join(_METRICS)}"
-            )
+    metrics = _checked(metrics, len(groups))
     panels = {
         (model, metric): curves
         for model in MODELS
@@ -129,9 +123,19 @@ def learning_curves(
         for axis in axes[-1]:
             axis.set_xlabel("round")
             integer_rounds(axis)
-        order = [*groups, SEEDS, _CLIENTS]
-        legend(figure, {name: handles[name] for name in order if name in handles})
+        legend(figure, handles, (*groups, SEEDS))
     return figure
+
+
+def _checked(metrics: Sequence[str] | None, methods: int) -> Sequence[str]:
+    if metrics is None:
+        return ("accuracy", "nll", "ece")[: 3 if methods > 1 else 2]
+    for name in metrics:
+        if name not in _METRICS:
+            raise ValueError(
+                f"metrics has {name!r}: it must be one of {', '.join(_METRICS)}"
+            )
+    return metrics
 
 
 def _curves(
@@ -305,7 +309,5 @@ def finetune_curve(runs: Runs, path: str | Path | None = None) -> Any:
                     handles[SEEDS] = band(axis, epochs, *about, colour, 0.2)
         axis.set(xlabel="epochs of fine-tuning", ylabel="accuracy (%)")
         integer_rounds(axis)
-        if SEEDS in handles:
-            handles[SEEDS] = handles.pop(SEEDS)  # last
-        legend(figure, handles)
+        legend(figure, handles, [name for name in handles if name != SEEDS])
     return figure
