@@ -99,7 +99,8 @@ def _heading(groups: Mapping[str, Sequence[Any]], model: str) -> str:
 def _mean(runs: Sequence[Any], figure: Callable, of: str | None = None) -> float:
     """Over the seeds of all runs, of what `summary.json` has under a name."""
     figures = [(run.summary[of] if of else run.summary)["per_seed"] for run in runs]
-    return float(np.mean([figure(one) for seeds in figures for one in seeds]))
+    # None stands for NaN in JSON.
+    return np.array([figure(one) for seeds in figures for one in seeds], float).mean()
 
 
 def _diagram(

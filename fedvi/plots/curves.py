@@ -299,7 +299,8 @@ def finetune_curve(runs: Runs, path: str | Path | None = None) -> Any:
                     label = name + ", novel clients" * clients.startswith("novel")
                 again, kind = divmod(number, len(COLOURS))
                 colour, marker = COLOURS[kind], "os^D"[again % 4]
-                values = np.array([s[clients] for c in own for s in c["per_seed"]])
+                seeds = [seed[clients] for curve in own for seed in curve["per_seed"]]
+                values = np.array(seeds, float)
                 mean, epochs = values.mean(axis=0), own[0]["epochs"]
                 line = axis.plot(epochs, mean, style, marker=marker, color=colour)
                 handles[label] = line[0]

@@ -34,7 +34,8 @@ def clients(runs: Runs, path: str | Path | None = None) -> Any:
     A point is a client, its figures after the last round, mean over the seeds that did
     not fail; a hollow one took no part in training. The bar is the median, the diamond
     the mean of those that took part. Of one method a client's points are joined where
-    there are few clients, and have the colour of its cluster where clients have one.
+    there are few clients, and have the colour of its cluster, in the first seed, where
+    clients have one.
 
     Args:
       runs: as of `learning_curves`.
