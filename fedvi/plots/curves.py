@@ -148,7 +148,7 @@ def _curves(
         if not has_model(runs[0], model):
             continue
         rounds, values = _table(runs, f"{model}_{metric}")
-        if not values.any():
+        if not rounds.size:
             continue
         _, std = _table(runs, f"{model}_{metric}_std")
         _, factor, largest = _METRICS[metric]
