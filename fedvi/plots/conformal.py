@@ -69,16 +69,24 @@ def conformal(runs: Runs, path: str | Path | None = None, *, score: str = "lac")
     with picture(path, title(groups)) as figure:
         figure.set_size_inches(width * max(len(models), 1.5), 0.4 + sum(heights))
         axes = figure.subplots(
-            2, len(models), squeeze=False, sharey="row", height_ratios=heights
+            2,
+            len(models),
+            squeeze=False,
+            sharex="row",
+            sharey="row",
+            height_ratios=heights,
         )
+        axes[0, 0].set_xscale("log", base=2)
+        axes[0, 0].xaxis.set_major_formatter("{x:g}")
         curves: dict[str, Any] = {}
         for model, (above, below) in zip(models, axes.T):
             above.set(title=model, xlabel="classes in a set")
-            above.set_xscale("log", base=2)
-            above.xaxis.set_major_formatter("{x:g}")
             curves |= _curves(above, groups, model, score)
             below.set_xlabel("coverage of a client (%)")
             points = _strips(below, groups, model)
+        low, high = axes[0, 0].get_xlim()
+        between = (1.0, 1.5) if high < 4 * low else (1.0,)
+        axes[0, 0].xaxis.get_major_locator().set_params(subs=between, numticks=9)
         axes[0, 0].set_ylabel("coverage (%)")
         axes[1, 0].set_yticks(range(len(names)), names)
         axes[1, 0].set_ylim(len(names) - 0.4, -0.6)
