@@ -117,22 +117,24 @@ def temperature_variance(sums: TemperatureSums, temperature: float) -> float:
     return float(max(0.0, excess / (total - np.sum(information**2) / total)))
 
 
-def client_temperatures(sums: TemperatureSums, temperature: float) -> np.ndarray:
+def client_temperatures(
+    sums: TemperatureSums, temperature: float, variance: float
+) -> np.ndarray:
     """Every client's own temperature, drawn to the global one as far as it is unsure.
 
-    Empirical Bayes: with the prior log T_i ~ N(θ, τ²) of `temperature_variance`, T_i is
-    where NLL_i(T_i) + (log T_i - θ)² / (2 τ²) is least. The server sends θ and τ², the
-    client does the rest.
+    Empirical Bayes: with the prior log T_i ~ N(θ, τ²), T_i is where
+    NLL_i(T_i) + (log T_i - θ)² / (2 τ²) is least. The server sends θ and τ², the client
+    does the rest.
 
     Args:
       sums: stacked, leaves `[clients, grid]`.
       temperature: exp(θ), the global one.
+      variance: τ², of `temperature_variance`.
 
     Returns:
       `[clients]`; the global temperature for a client without examples, and for all of
       them where τ² = 0.
     """
-    variance = temperature_variance(sums, temperature)
     if not variance > 0:  # NaN too
         return np.full(len(sums.slope), temperature)
     prior = (LOG_TEMPERATURES - np.log(temperature)) / variance

@@ -460,17 +460,14 @@ class Session:
     def finish(self, plan_line: str) -> dict[str, Any]:
         """What is measured once, plots, `summary.json`; all processes get what that
         holds."""
-        config, compiled = self.config, self.federation.compile_seconds
-        curve, uncertainty, out = None, None, None
-        if config.finetune_curve:
-            curve, seconds = final_measurements.finetune_curve(
-                self.experiment, self.federation, self.states
-            )
-            compiled += seconds
-        if self.experiment.ood is not None:
-            out, uncertainty = final_measurements.out_of_distribution(
-                self.experiment, self.federation, self.states, self.options.stream
-            )
+        ending = final_measurements.after_training(
+            self.experiment,
+            self.federation,
+            self.states,
+            self.scores,
+            self.options.stream,
+        )
+        compiled = self.federation.compile_seconds + ending.compile_seconds
 
         def write():
             evaluations = folder.metrics_rows(self.run_dir)
@@ -480,7 +477,7 @@ class Session:
                 problems=self.problems.to_dict(),
                 finite=self.finite,
                 clusters=self.clusters,
-                ending={"finetune_curve": curve, "ood": out},
+                ending=ending.figures,
                 compile_seconds=compiled,
                 plan=plan_line,
                 devices=list(self.federation.mesh.devices.flat),
@@ -491,7 +488,7 @@ class Session:
                 self.experiment,
                 rows=evaluations,
                 scores=self.scores,
-                uncertainty=uncertainty,
+                uncertainty=ending.arrays.get("ood"),
                 summary=result,
             )
             folder.write_json(self.run_dir / folder.SUMMARY, result)

@@ -111,7 +111,7 @@ def test_clients_are_drawn_to_the_global_temperature_as_far_as_they_are_unsure(m
     (log_p, labels, mask), sums = mixed
     shared = global_temperature(sums)
     variance = temperature_variance(sums, shared)
-    found = client_temperatures(sums, shared)
+    found = client_temperatures(sums, shared, variance)
     own = []
     for i in range(CLIENTS):
         client = log_p[i], labels[i], mask[i]
@@ -150,7 +150,9 @@ def test_what_cannot_be_fitted_is_1_or_an_end_or_the_global_temperature(mixed):
     some = mask & (np.arange(CLIENTS) > 0)[:, None]
     sums = sums_of(log_p, labels, some)
     shared = global_temperature(sums)
-    assert client_temperatures(sums, shared)[0] == pytest.approx(shared, rel=1e-6)
+    for variance in (0.0, 0.5):
+        found = client_temperatures(sums, shared, variance)[0]
+        assert found == pytest.approx(shared, rel=1e-6)
 
 
 def test_impossible_and_undefined_predictions():
@@ -161,4 +163,5 @@ def test_impossible_and_undefined_predictions():
     undefined = global_temperature(sums_of(log_p * np.nan, labels, mask))
     assert np.isnan(undefined)
     sums = sums_of(log_p * np.nan, labels, mask)
-    assert np.isnan(client_temperatures(sums, undefined)).all()
+    variance = temperature_variance(sums, undefined)
+    assert np.isnan(client_temperatures(sums, undefined, variance)).all()
