@@ -43,9 +43,16 @@ _MOST_CLIENTS = 256  # whose orders are chosen from: the time is quadratic in th
 # Scores: `[..., classes]` log-probabilities -> `[..., classes]`.
 
 
-def lac(log_probs: np.ndarray) -> np.ndarray:
-    """1 - p(y|x), of the least ambiguous sets (Sadinle et al. 2019): the smallest sets
-    on average, which may be empty."""
+def lac(log_probs: np.ndarray, uniforms: np.ndarray | None = None) -> np.ndarray:
+    """1 - p(y|x), of the least ambiguous sets (Sadinle et al. 2019).
+
+    The smallest sets on average, some of them empty.
+
+    Args:
+      log_probs: `[..., classes]`.
+      uniforms: not used.
+    """
+    del uniforms
     return -np.expm1(np.asarray(log_probs, np.float64))
 
 
@@ -57,8 +64,10 @@ def aps(log_probs: np.ndarray, uniforms: np.ndarray | None = None) -> np.ndarray
 
     Args:
       log_probs: `[..., classes]`.
-      uniforms: `[...]` in [0, 1], one u an example, for sets of exactly 1 - α; default
-        1: deterministic, sets somewhat larger.
+      uniforms: `[...]` uniform in [0, 1], one u an example, as in the paper. Default 1:
+        deterministic; then the true class of a sure model has a score near 1, as nearly
+        all others have, and the sets of one that is right more often than 1 - α hold
+        nearly all classes.
     """
     return raps(log_probs, uniforms, penalty=0.0)
 
@@ -94,12 +103,8 @@ def raps(
     return scores
 
 
-SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "lac": lac,
-    "aps": aps,
-    "raps": raps,
-}
-"""Deterministic scores by name."""
+SCORES: dict[str, Callable[..., np.ndarray]] = {"lac": lac, "aps": aps, "raps": raps}
+"""By name, each of `(log_probs, uniforms=None)`."""
 
 
 def of_labels(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -220,8 +225,10 @@ def quantile_of_quantiles_orders(
 
     The paper takes the pair (ℓ, k) of the smallest coverage M_{ℓ,k} that is at least
     1 - α, all clients holding n scores. Here a client of n_i sends its
-    ℓ_i = ⌈(n_i + 1) q⌉-th smallest, for nine levels q from 1 - 2α to 1: around 1 - α
-    the order k is near the median of the clients and the threshold varies least.
+    ℓ_i = ⌈(n_i + 1) q⌉-th smallest, for nine levels q within a standard deviation of a
+    client's own quantile, √(α(1 - α) / n), around 1 - α: k is then near the median of
+    the clients. With k near 1 or their number a pair may be as close to 1 - α on
+    average, and its threshold varies twice as much.
 
     Args:
       sizes: n_i of the clients, each at least 1.
@@ -231,18 +238,20 @@ def quantile_of_quantiles_orders(
       (ℓ_i of every client, k from 1, the coverage), or None: no order reaches 1 - α.
     """
     checks.open_unit("level", level)
+    if not sizes:
+        return None
     n, best = np.array(sizes, int), None
-    seen = set()
-    for q in np.linspace(max(0.0, 1 - 2 * level), 1.0, 9):
-        ranks = tuple(np.clip(np.ceil((n + 1) * q - 1e-9), 1, n).astype(int).tolist())
-        if not ranks or ranks in seen:
-            continue
-        seen.add(ranks)
-        coverage = _coverage_of_orders(n, np.array(ranks))
+    around = math.sqrt(level * (1 - level) / n.mean())
+    levels = 1 - level + around * np.linspace(-1.0, 1.0, 9)
+    candidates = [np.ceil((n + 1) * q - 1e-9).clip(1, n).astype(int) for q in levels]
+    for ranks in {tuple(one.tolist()): one for one in [*candidates, n]}.values():
+        if best is not None and (ranks == n).all():
+            break  # the largest scores are the last resort
+        coverage = _coverage_of_orders(n, ranks)
         enough = coverage >= 1 - level - 1e-12
         if enough.any() and (best is None or coverage[enough].min() < best[2]):
             order = int(np.argmax(enough))  # it rises with k
-            best = ranks, order + 1, float(coverage[order])
+            best = tuple(ranks.tolist()), order + 1, float(coverage[order])
     return best
 
 

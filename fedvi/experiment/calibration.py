@@ -37,16 +37,27 @@ class Examples(NamedTuple):
       log_probs: `[clients, capacity, classes]`, of the averaged predictions.
       labels: `[clients, capacity]` int.
       mask: `[clients, capacity]` bool, real examples.
+      uniforms: `[clients, capacity]` in [0, 1], of randomised scores.
     """
 
     log_probs: np.ndarray
     labels: np.ndarray
     mask: np.ndarray
+    uniforms: np.ndarray
 
     @classmethod
-    def of(cls, predictions: Predictions, labels: np.ndarray) -> "Examples":
-        """Predictions of one run, with the labels of the data set that they are of."""
-        return cls(predictions.log_probs, np.asarray(labels), predictions.mask)
+    def of(cls, predictions: Predictions, labels: np.ndarray, *seed: int) -> "Examples":
+        """Predictions of one run, with the labels of the data set that they are of.
+
+        Args:
+          predictions: numpy leaves `[clients, ...]`.
+          labels: `[clients, capacity]`.
+          seed: of the uniform numbers, another one for each data set.
+        """
+        uniforms = np.random.default_rng(seed).random(predictions.mask.shape)
+        return cls(
+            predictions.log_probs, np.asarray(labels), predictions.mask, uniforms
+        )
 
 
 class Measured(NamedTuple):
@@ -102,7 +113,7 @@ def too_few(size: Sequence[int], level: float) -> np.ndarray:
 
 def _confidences(test: Examples, ids: np.ndarray, bins: int) -> Measured:
     """Risk-coverage curve and calibration errors of some clients' pooled examples."""
-    log_probs, labels, mask = (leaf[ids] for leaf in test)
+    log_probs, labels, mask, _ = (leaf[ids] for leaf in test)
     top = log_probs.max(axis=-1)[mask].astype(np.float64)
     correct = (log_probs.argmax(axis=-1) == labels)[mask] & ~np.isnan(top)
     curve = risk_coverage(top, correct)
@@ -123,7 +134,7 @@ def _recalibrated(
     test: Examples, calibration: Examples, groups: Mapping[str, np.ndarray], bins: int
 ) -> Measured:
     """Temperatures from the calibration data, and what they change."""
-    sums = jax.device_get(_temperature_sums(*calibration))
+    sums = jax.device_get(_temperature_sums(*calibration[:3]))
     of_trained = take(sums, groups[""])
     temperature = recalibration.global_temperature(of_trained)
     variance = recalibration.temperature_variance(of_trained, temperature)
@@ -135,7 +146,7 @@ def _recalibrated(
         "client": own,
     }
     scores = {
-        rule: jax.device_get(_rescored(*test, values.astype(np.float32), bins=bins))
+        rule: jax.device_get(_rescored(*test[:3], values.astype(np.float32), bins=bins))
         for rule, values in by_rule.items()
     }
     figures = {
@@ -158,12 +169,12 @@ def _sets(
     """Prediction sets of every score and threshold rule."""
     figures, arrays, per_client, trained = {}, {}, {}, groups[""]
     for name, score_of in conformal.SCORES.items():
-        of_test = score_of(test.log_probs)
-        own = conformal.of_labels(score_of(calibration.log_probs), calibration.labels)
-        thresholds = partial(_thresholds, own, calibration.mask, trained)
+        of_test = score_of(test.log_probs, test.uniforms)
+        thresholds = _thresholds(score_of, calibration, trained)
+        of_level = thresholds(level)
         counted = {
             rule: conformal.prediction_sets(of_test, test.labels, test.mask, found)
-            for rule, found in thresholds(level).items()
+            for rule, found in of_level.items()
         }
         figures[name] = _grouped(
             groups,
@@ -172,10 +183,10 @@ def _sets(
             },
         )
         for rule in ("global", "quantile_of_quantiles"):
-            figures[name][rule]["threshold"] = float(thresholds(level)[rule][0])
+            figures[name][rule]["threshold"] = float(of_level[rule][0])
         arrays[name] = _along_levels(of_test, test, thresholds, trained)
         if name == "lac":
-            per_client = _columns(counted, thresholds(level)["client"])
+            per_client = _columns(counted, of_level["client"])
     return Measured(figures, arrays, per_client)
 
 
@@ -191,20 +202,29 @@ def _errors(scores: Scores) -> dict[str, float]:
 
 
 def _thresholds(
-    scores: np.ndarray, mask: np.ndarray, trained: np.ndarray, level: float
-) -> dict[str, np.ndarray]:
-    """`[clients]` by rule; a threshold of all is the same for each."""
-    finite = scores[mask & np.isfinite(scores)]
-    edges = conformal.score_edges(max(1.0, finite.max(initial=0.0)))
-    counts = conformal.score_histogram(scores[trained], mask[trained], edges)
-    of_all = {
-        "global": conformal.histogram_threshold(counts.sum(axis=0), edges, level),
-        "quantile_of_quantiles": conformal.quantile_of_quantiles(
-            scores[trained], mask[trained], level
-        ),
-    }
-    found = {rule: np.full(len(scores), value) for rule, value in of_all.items()}
-    return found | {"client": conformal.client_thresholds(scores, mask, level)}
+    score_of: Callable, calibration: Examples, trained: np.ndarray
+) -> Callable[[float], dict[str, np.ndarray]]:
+    """α -> `[clients]` by rule; a threshold of all is the same for each."""
+    log_probs, labels, mask, uniforms = calibration
+    scores = conformal.of_labels(score_of(log_probs, uniforms), labels)
+    # No score is larger: the least likely class where all are as likely.
+    classes = log_probs.shape[-1]
+    largest = max(1.0, score_of(np.full(classes, -math.log(classes))).max())
+    edges = conformal.score_edges(largest)
+    of_trained = scores[trained], mask[trained]
+    counts = conformal.score_histogram(*of_trained, edges).sum(axis=0)
+
+    def at(level: float) -> dict[str, np.ndarray]:
+        of_all = {
+            "global": conformal.histogram_threshold(counts, edges, level),
+            "quantile_of_quantiles": conformal.quantile_of_quantiles(
+                *of_trained, level
+            ),
+        }
+        found = {rule: np.full(len(scores), value) for rule, value in of_all.items()}
+        return found | {"client": conformal.client_thresholds(scores, mask, level)}
+
+    return at
 
 
 def _along_levels(

@@ -215,12 +215,12 @@ def _calibration(
         groups["novel"] = experiment.novel
 
     def measured(found: Mapping[str, Predictions], index: int):
+        sets = {"test": experiment.data.test, "calibration": experiment.calibration}
         pair = [
-            None if whole is None else Examples.of(take(found[name], index), whole.y)
-            for name, whole in (
-                ("test", experiment.data.test),
-                ("calibration", experiment.calibration),
-            )
+            Examples.of(take(found[name], index), one.y, config.seed + index, number)
+            if one is not None
+            else None
+            for number, (name, one) in enumerate(sets.items())
         ]
         return calibration.measure(
             *pair, groups, level=config.conformal_level, bins=config.calibration_bins

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from fedvi import experiment
 from fedvi.algorithms import fedavg
-from fedvi.evaluation import bootstrap_intervals, risk_coverage
+from fedvi.evaluation import bootstrap_intervals, conformal, risk_coverage
 from fedvi.experiment import calibration as calibrations
 from fedvi.experiment import (
     devices,
@@ -322,7 +322,7 @@ def test_clients_with_too_few_examples_are_reported(capsys):
     rng = np.random.default_rng(0)
     labels, mask = rng.integers(0, 3, (3, 20)), np.ones((3, 20), bool)
     log_p = log_softmax(rng.normal(size=(3, 20, 3)), axis=-1).astype(np.float32)
-    test = calibrations.Examples(log_p, labels, mask)
+    test = calibrations.Examples(log_p, labels, mask, rng.random((3, 20)))
     few = test._replace(mask=np.arange(20) < np.array([[20], [8], [0]]))
     groups = {"": np.arange(3)}
     assert calibrations.too_few(few.mask.sum(1), 0.1).tolist() == [1, 2]
@@ -337,6 +337,13 @@ def test_clients_with_too_few_examples_are_reported(capsys):
     assert figures["coverage"] == 0 and figures["threshold"] == np.inf
     assert np.isnan(found["recalibration"].figures["temperature"])
     assert found["risk_coverage"].figures["aurc"] == 1
+    # Nobody's scores are needed for the bins of their histogram.
+    sure = test._replace(log_probs=np.log(np.eye(12)[labels] + 1e-9))
+    thresholds = calibrations._thresholds(conformal.raps, sure, np.arange(3))
+    assert thresholds(0.1)["global"][0] < 1.001
+    wrong = sure._replace(labels=np.full((3, 20), 11))
+    thresholds = calibrations._thresholds(conformal.raps, wrong, np.arange(3))
+    assert thresholds(0.1)["global"][0] == pytest.approx(1.07)
 
 
 @pytest.mark.parametrize("evaluations", [2, 3])
