@@ -22,6 +22,7 @@ __all__ = [
     "Params",
     "from_flax",
     "parameter_count",
+    "preprocessed",
     "regroup",
     "weight_paths",
 ]
@@ -235,6 +236,36 @@ def regroup(model: Model, group_of: Callable[[str], str]) -> Model:
         ValueError: a model made by hand that does not say how.
     """
     return model.regrouped(group_of)._replace(loss=model.loss)
+
+
+def preprocessed(model: Model, preprocess: Callable[[jax.Array], jax.Array]) -> Model:
+    """The same model behind a function of its raw inputs.
+
+    Args:
+        model: any.
+        preprocess: `x [batch, ...]` to what the model takes.
+    """
+
+    def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        return model.apply(params, preprocess(x), mask)
+
+    def apply_local(
+        key: jax.Array,
+        mean: Params,
+        scale: Params,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        return model.apply_local(key, mean, scale, preprocess(x), mask)
+
+    return model._replace(
+        apply=apply,
+        apply_local=apply_local,
+        with_classes=lambda classes: preprocessed(
+            model.with_classes(classes), preprocess
+        ),
+        regrouped=lambda group_of: preprocessed(model.regrouped(group_of), preprocess),
+    )
 
 
 def weight_paths(model: Model) -> list[str]:
