@@ -8,9 +8,9 @@ python examples/bpfed.py \
     --flagfile=examples/flagfiles/bpfed/bpfed_fashion_mnist_small_novel.flags
 ```
 
-Without a flag file it is BPFed on scikit-learn's digits, which need no download: 10 clients with 5
-of 10 labels each.
-The flag files have the paper's data and settings. `--help` lists every setting of the method; a flag on the command line goes before the
+Without a flag file it is BPFed on scikit-learn's digits, which need no download: 10
+clients with 5 of 10 labels each. The flag files have the paper's data and settings.
+`--help` lists every setting of the method; a flag on the command line goes before the
 flag file's.
 """
 

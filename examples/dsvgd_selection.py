@@ -11,8 +11,8 @@ python examples/dsvgd_selection.py --data_file=covtype.npz \
 Every `--algorithm` may carry its selection, as in `dsvgd:hip`; the table and the figure
 of all of them, `comparison.txt` and `comparison.png`, lie in the common run folder.
 Without a flag file it is three selections on the synthetic data of the first of these,
-which need no download. `--help` lists every setting of the method; a flag on the command line goes before the
-flag file's.
+which need no download. `--help` lists every setting of the method; a flag on the
+command line goes before the flag file's.
 """
 
 from fedvi import experiment

@@ -8,9 +8,9 @@ python examples/fedabml.py \
     --flagfile=examples/flagfiles/fedabml/fedabml_fashion_mnist_n200_s2_new_clients.flags
 ```
 
-Without a flag file it is FedABML on scikit-learn's digits, which need no download: 20 clients with at
-most 2 classes each.
-The flag files have the paper's data and settings. `--help` lists every setting of the method; a flag on the command line goes before the
+Without a flag file it is FedABML on scikit-learn's digits, which need no download: 20
+clients with at most 2 classes each. The flag files have the paper's data and settings.
+`--help` lists every setting of the method; a flag on the command line goes before the
 flag file's.
 """
 

@@ -8,10 +8,10 @@ python examples/fedhb_cifar.py --data_file=cifar100.npz \
     --flagfile=examples/flagfiles/fedhb/niw_cifar100_s100_f0.1_tau1.flags
 ```
 
-Without a flag file it is FedHB-NIW on scikit-learn's digits, which need no download: 20 clients with
-5 shards each.
-The flag files have the paper's data and settings. `--help` lists every setting of the method; a flag on the command line goes before the
-flag file's.
+Without a flag file it is FedHB-NIW on scikit-learn's digits, which need no download: 20
+clients with 5 shards each. The flag files have the paper's data and settings. `--help`
+lists every setting of the method; a flag on the command line goes before the flag
+file's.
 """
 
 from fedvi import experiment
