@@ -43,6 +43,8 @@ __all__ = [
     "distributions",
     "experiment",
     "flatten",
+    "load_run",
+    "load_runs",
     "nn",
     "option",
     "selection",
@@ -55,4 +57,6 @@ def __getattr__(name: str):
     """`fedvi.experiment` when it is first asked for: notebooks often do without."""
     if name == "experiment":
         return importlib.import_module("fedvi.experiment")
+    if name in ("load_run", "load_runs"):
+        return getattr(importlib.import_module("fedvi.experiment"), name)
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

@@ -243,6 +243,10 @@ class Algorithm(NamedTuple):
         global posterior; of a clustered method that of one cluster, as `assign` gives
         it. None: the method has point estimates only.
       personal_posterior: `(server, personal) -> distrax.Distribution`, a client's.
+      kept: optional, `(server, client) -> (known [] bool, personal)`, for methods whose
+        clients keep what they predict with: whether this client has taken part, and
+        what it kept, of the structure that `personalise` returns. Only the others are
+        personalised.
       global_model: False: what `global_predictive` predicts with is where clients
         start, in whole or in part trained by nobody (local_only, BPFed), and no model
         of the method. The closing table leaves its figures out.
@@ -268,5 +272,6 @@ class Algorithm(NamedTuple):
     reduce: Literal["sum", "stack"] = "sum"
     posterior: Callable[[Server], Any] | None = None
     personal_posterior: Callable[[Server, Personal], Any] | None = None
+    kept: Callable[[Server, Client], tuple[jax.Array, Personal]] | None = None
     global_model: bool = True
     population: tuple[int, int, int | None] | None = None

@@ -42,14 +42,23 @@ class ClientStore:
       clients: size of the population.
       folder: where the slots lie; None: in memory. What an earlier store committed
         there is taken over.
+      read_only: takes no lock and changes nothing in the folder, which others must not
+        write to meanwhile.
 
     Raises:
       ValueError: another process writes to the folder, its states have another
         structure or population, a file of it is damaged (named), or, when it grows, its
-        disk is too small; in `write` and `commit`, a later store has opened it.
+        disk is too small; in `write` and `commit`, a later store has opened it, or this
+        one is there to read only.
     """
 
-    def __init__(self, like: Any, clients: int, folder: str | Path | None = None):
+    def __init__(
+        self,
+        like: Any,
+        clients: int,
+        folder: str | Path | None = None,
+        read_only: bool = False,
+    ):
         self._like = like
         self._leaves = [_plain(leaf) for leaf in jax.tree.leaves(like)]
         self._folder = None if folder is None else Path(folder).expanduser()
@@ -59,7 +68,11 @@ class ClientStore:
         self._free = np.empty(0, np.int32)
         self.note: dict[str, Any] = {}
         self._replaced = np.empty(0, np.int32)
-        if self._folder is not None:
+        self._read_only = read_only
+        if read_only:
+            for path in (self._folder / BEFORE, self._folder / INDEX):
+                self._take_over(path)
+        elif self._folder is not None:
             older = _WRITERS.get(self._folder.resolve())
             if older is not None and (self._folder / LOCK).exists():
                 lock = older._lock
@@ -68,8 +81,7 @@ class ClientStore:
             index, before = self._folder / INDEX, self._folder / BEFORE
             if before.exists() and not index.exists():
                 before.replace(index)
-            if index.exists():
-                self._take_over()
+            self._take_over(index)
             if older is not None:
                 older._lock = None
             self._lock = lock
@@ -77,6 +89,8 @@ class ClientStore:
         self._committed = self._index.copy()
 
     def _check_writer(self) -> None:
+        if self._read_only:
+            raise ValueError(f"folder={self._folder} was opened to be read only")
         if self._folder is not None and self._lock is None:
             raise ValueError(
                 f"folder={self._folder} was opened by a later store of this process, "
@@ -161,10 +175,11 @@ class ClientStore:
         before = self._folder / BEFORE
         found = self._read_index(before)[1]["note"] == note
         if found:
-            before.replace(self._folder / INDEX)
-            self._take_over()
+            if not self._read_only:
+                before = before.replace(self._folder / INDEX)
+            self._take_over(before)
             self._committed = self._index.copy()
-        elif note == self.note:
+        elif note == self.note and not self._read_only:
             self.settle()
         return found
 
@@ -253,8 +268,11 @@ class ClientStore:
                 "start again"
             ) from error
 
-    def _take_over(self) -> None:
-        index, header = self._read_index(self._folder / INDEX)
+    def _take_over(self, path: Path) -> None:
+        """Takes over what was committed, if anything was."""
+        if not path.exists():
+            return
+        index, header = self._read_index(path)
         leaves = [[list(s.shape), str(s.dtype)] for s in self._leaves]
         if header["leaves"] != leaves or index.shape != self._index.shape:
             raise ValueError(
@@ -272,7 +290,8 @@ class ClientStore:
                     f"client states {file} has {length:,} bytes, not {wanted:,}: it is "
                     "damaged; delete the folder and start again"
                 )
-            self._arrays[number] = _mapped(file, array.dtype, shape)
+            mode = "r" if self._read_only else "r+"
+            self._arrays[number] = _mapped(file, array.dtype, shape, mode)
         self._index, self.note = index, header["note"]
         used = np.zeros(header["slots"], bool)
         used[index[index >= 0]] = True
@@ -289,10 +308,12 @@ def _reserve(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def _mapped(
+    path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str = "r+"
+) -> np.ndarray:
     if 0 in shape:  # a model without a body
         return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "r+", shape=shape)
+    return np.memmap(path, dtype, mode, shape=shape)
 
 
 def _plain(leaf: Any) -> jax.ShapeDtypeStruct:

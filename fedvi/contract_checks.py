@@ -51,6 +51,7 @@ _OPTIONAL = {
     "assign": ("key", "server", "client", "data"),
     "posterior": ("server",),
     "personal_posterior": ("server", "personal"),
+    "kept": ("server", "client"),
 }
 # What the rows that a run writes have beside a client's metrics.
 _COLUMNS = ("round", "seed", "split", "seconds", "bytes_up", "clipped", "adjusted_rand")
@@ -160,7 +161,7 @@ def check_normalised(predictive: str, results: Any) -> None:
 
     Args:
       predictive: the function that they come from.
-      results: `Scores`, or a tuple of `Uncertainty`, with any leading axes.
+      results: `Scores`, or a tuple of `Predictions`, with any leading axes.
 
     Raises:
       ValueError: for some real examples they do not sum to 1 over the classes.
@@ -303,6 +304,8 @@ def _check_predictions(algorithm: Algorithm, server, client, data, examples) -> 
         raise ValueError(
             "personalise returns None: return what personal_predictive is to be given"
         )
+    if algorithm.kept is not None:
+        _check_kept(_shapes("kept", algorithm.kept, server, client), personal)
     predictions = {
         name: _shapes(name, getattr(algorithm, name), *arguments, *batch)
         for name, arguments in (
@@ -463,6 +466,18 @@ def _check_assign(found):
             f"assign returns {', '.join(shapes)} for the cluster: it must be int32[]"
         )
     return own_server
+
+
+def _check_kept(found: Any, personal) -> None:
+    """`kept` returns whether a client has something, as `personalise` makes it."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError("kept must return (known [] bool, personal)")
+    known = jnp.shape(found[0]), getattr(found[0], "dtype", None)
+    if known != ((), jnp.bool_):
+        raise ValueError(
+            f"kept returns {known[1]}{list(known[0])} for known: it must be bool[]"
+        )
+    _same("kept", "what personalise returns", personal, found[1])
 
 
 def _one_client(data):

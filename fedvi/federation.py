@@ -18,14 +18,14 @@ from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate, own_settings
 from fedvi.client_map import AXIS, MODEL_AXIS, map_reduce
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData, settled_clients
-from fedvi.evaluation import Scores, Uncertainty
+from fedvi.evaluation import BINS, Predictions, Scores
 from fedvi.flat import has_flats
 from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
 from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
 
-__all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "take"]
+__all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "repeated", "take"]
 
 
 class State(NamedTuple):
@@ -39,12 +39,15 @@ class State(NamedTuple):
         are kept on disk.
       round: [] int32, rounds done.
       key: [] typed PRNG key, the run's root; never changes.
+      settings: numbers that the run's algorithm is built from, where runs differ in
+        them (`Federation`); else (). Never changes.
     """
 
     server: Any
     clients: Any
     round: jax.Array
     key: jax.Array
+    settings: Any = ()
 
 
 class RoundMetrics(NamedTuple):
@@ -70,7 +73,8 @@ class RoundMetrics(NamedTuple):
 EVALUATIONS: dict[str, Callable] = {
     "evaluate": visit.score_global,
     "evaluate_personal": visit.score_personal,
-    "uncertainty_personal": visit.uncertainty,
+    "predictions": visit.predictions_global,
+    "predictions_personal": visit.predictions_personal,
     "clusters": visit.cluster,
 }
 """What each evaluation does with one client."""
@@ -78,7 +82,8 @@ EVALUATIONS: dict[str, Callable] = {
 PREDICTIVES = {
     "evaluate": "global_predictive",
     "evaluate_personal": "personal_predictive",
-    "uncertainty_personal": "personal_predictive",
+    "predictions": "global_predictive",
+    "predictions_personal": "personal_predictive",
 }
 """Whose predictions an evaluation is of."""
 
@@ -93,7 +98,7 @@ class BaseFederation:
       train: stacked `ClientData` of any number of clients: its shapes are looked at.
       test: the same, of what is evaluated on.
       selection: None: full participation.
-      chunk_size, mesh, eval_batch_size, codec: as of `Federation`.
+      chunk_size, mesh, eval_batch_size, calibration_bins, codec: as of `Federation`.
 
     Attributes:
       clients: number of clients.
@@ -113,11 +118,13 @@ class BaseFederation:
         chunk_size: int | None,
         mesh: Mesh | None,
         eval_batch_size: int,
+        calibration_bins: int,
         codec: Codec,
     ):
         if chunk_size is not None:
             checks.whole("chunk_size", chunk_size)
         checks.whole("eval_batch_size", eval_batch_size)
+        checks.whole("calibration_bins", calibration_bins)
         if mesh is not None and AXIS not in getattr(mesh, "axis_names", ()):
             raise ValueError(
                 f"mesh={mesh!r} must be one over clients: fedvi.clients_mesh(devices)"
@@ -158,8 +165,11 @@ class BaseFederation:
         contract_checks.check_selection(algorithm, self.selection)
         contract_checks.check_population(algorithm, sizes)
         self.algorithm, self.codec = algorithm, codec
+        self.settings: Any = ()
         self.chunk_size, self.mesh = chunk_size, mesh
         self.eval_batch_size = eval_batch_size
+        self.calibration_bins = calibration_bins
+        self._inputs = jax.ShapeDtypeStruct(test.x.shape[1:], test.x.dtype)
         self._fresh()
 
     def _fresh(self) -> None:
@@ -171,13 +181,19 @@ class BaseFederation:
     def variant(self, **changes):
         """The same federation with other attributes, checked before: its clients in
         other groups (`chunk_size`, `runs_at_once`), or an `algorithm` that differs in
-        personalisation only. Its programs are compiled anew."""
+        personalisation only, then of all runs. Its programs are compiled anew."""
         other = copy.copy(self)
+        if "algorithm" in changes:
+            changes["_build"] = None
         other.__dict__ |= changes
         other._fresh()
         return other
 
     # Programs.
+
+    @property
+    def _evaluation(self) -> visit.Evaluation:
+        return visit.Evaluation(self.eval_batch_size, self.calibration_bins)
 
     def _jit(self, name: Any, function: Callable, **options) -> Callable:
         if name not in self._jits:
@@ -240,20 +256,25 @@ class BaseFederation:
         """
         return self._evaluate("evaluate_personal", state, self._tested())
 
-    def uncertainty_personal(
-        self, state: State, *data_sets: Any
-    ) -> tuple[Uncertainty, ...]:
-        """Entropy and mutual information, example by example, of the personal models.
+    def predictions(self, state: State, *data_sets: Any) -> tuple[Predictions, ...]:
+        """Log-probabilities and uncertainty, example by example, of the global model.
 
         Args:
-          state: as for `evaluate_personal`, whose models and draws these are.
+          state: as for `evaluate`, whose models these are; of the first data set the
+            draws too.
           data_sets: of the same clients, given as the training data are: for instance
-            the test data and out-of-distribution inputs.
+            the test data, out-of-distribution inputs, calibration data.
 
         Returns:
-          One `Uncertainty` with leaves `[clients, capacity]` for each.
+          `Predictions` with leaves `[clients, capacity, ...]`, one of each data set.
         """
-        return self._evaluate("uncertainty_personal", state, *data_sets)
+        return self._evaluate("predictions", state, *data_sets)
+
+    def predictions_personal(
+        self, state: State, *data_sets: Any
+    ) -> tuple[Predictions, ...]:
+        """The same of the personal models, those of `evaluate_personal`."""
+        return self._evaluate("predictions_personal", state, *data_sets)
 
     def clusters(self, state: State) -> jax.Array:
         """`[clients]` int32, the cluster of every client by `Algorithm.assign`.
@@ -284,8 +305,9 @@ class BaseFederation:
 
         Args:
           state: of one run.
-          client: whose; it adapts to its training data first, with the same random
-            numbers as in `evaluate_personal`. None: the global posterior.
+          client: whose; one that keeps no posterior of its own (`kept`) adapts to its
+            training data first, with the same random numbers as in
+            `evaluate_personal`. None: the global posterior.
 
         Returns:
           A `distrax.Distribution`, from `Algorithm.posterior` or `personal_posterior`.
@@ -294,13 +316,8 @@ class BaseFederation:
           ValueError: the algorithm has none, or several global ones; no such client;
             a state of several runs.
         """
-        algorithm = self.algorithm
-        self._check_state(state)
-        if state.key.ndim:
-            raise ValueError(
-                f"state is that of {len(state.key)} runs: give one of them, such as "
-                "fedvi.federation.take(state, 0)"
-            )
+        self._check_single(state)
+        algorithm = self._of(state).algorithm
         which = "posterior" if client is None else "personal_posterior"
         posterior = getattr(algorithm, which)
         if posterior is None:
@@ -317,9 +334,105 @@ class BaseFederation:
                     "cluster: give client"
                 )
             return _distribution("posterior", posterior(server))
-        client = checks.index("client", client, self.clients)
-        personal = self._personal_model(state, client)
+        personal = self._own_model(state, client)
         return _distribution("personal_posterior", posterior(server, personal))
+
+    @own_settings()
+    def predict(
+        self, state: State, x: jax.typing.ArrayLike, client: int | None = None
+    ) -> Predictions:
+        """One model's predictions for any examples.
+
+        With the keys of `predictions`: for no more examples than a client has room for
+        in `test`, those of its own test data are what `evaluate_personal` looks at.
+
+        Args:
+          state: of one run.
+          x: `[n, ...]` of the shape and type of the training data.
+          client: whose model, as of `posterior`; None: the global one, with the keys of
+            client 0.
+
+        Returns:
+          `Predictions` with leaves `[n, ...]`.
+
+        Raises:
+          ValueError: examples of another shape or type, or that are not finite; several
+            global models; no such client; a state of several runs.
+        """
+        self._check_single(state)
+        if client is None and self.algorithm.assign is not None:
+            raise ValueError(
+                f"algorithm={self.algorithm.name} has several global models, one a "
+                "cluster: give client"
+            )
+        data = self._padded(x)
+        name, personal = "predictions", ()
+        if client is not None:
+            name, personal = "predictions_personal", self._own_model(state, client)
+
+        def predictions(state, number, personal, data):
+            given = self._of(state).algorithm
+            given = given._replace(kept=None, personalise=lambda *_: personal)
+            call = Call(state.key, state.round, state.server)
+            visited = Visit(number, (), (), (data,))
+            return EVALUATIONS[name](given, self._evaluation, call, visited)
+
+        jitted = self._jit(("predict", name), predictions)
+        number = np.int32(0 if client is None else client)
+        state = state._replace(clients=())
+        [found] = self._evaluated(name, jitted(state, number, personal, data))
+        return take(found, slice(int(data.size)))
+
+    def _padded(self, x: jax.typing.ArrayLike) -> ClientData:
+        """Examples as one client's data, checked: of the test data's capacity, or of
+        that doubled until there is room, so that few programs are compiled."""
+        like, x = self._inputs, np.asarray(x)
+        if x.shape[1:] != like.shape[1:] or not x.ndim:
+            shape = ", ".join(["n", *map(str, like.shape[1:])])
+            raise ValueError(f"x has shape {x.shape}: it must be ({shape})")
+        floats = jnp.issubdtype(like.dtype, jnp.floating)
+        fits = floats == jnp.issubdtype(x.dtype, jnp.floating)
+        if not fits or not (floats or (x.astype(like.dtype) == x).all()):
+            raise ValueError(
+                f"x is {x.dtype} and the training inputs {like.dtype}, which a model "
+                "scales differently: give both in one type"
+            )
+        if floats and not np.isfinite(x).all():
+            raise ValueError("x is not finite: remove or repair those examples")
+        n, capacity = len(x), like.shape[0]
+        while capacity < n:
+            capacity *= 2
+        padded = np.zeros((capacity, *x.shape[1:]), like.dtype)
+        padded[:n] = x
+        return ClientData(padded, np.zeros(capacity, np.int32), np.int32(n))
+
+    def _own_model(self, state: State, client: int) -> Any:
+        """What a client predicts with: what it kept, or what it adapts to."""
+        client = checks.index("client", client, self.clients)
+        known, personal = self.kept(state, client)
+        return personal if known else self._personal_model(state, client)
+
+    def _check_single(self, state: State) -> None:
+        self._check_state(state)
+        if state.key.ndim:
+            raise ValueError(
+                f"state is that of {len(state.key)} runs: give one of them, such as "
+                "fedvi.federation.take(state, 0)"
+            )
+
+    @own_settings()
+    def kept(self, state: State, client: int) -> tuple[bool, Any]:
+        """Whether a client has kept what it predicts with, and that; None if not.
+
+        Args:
+          state: of one run.
+          client: whose.
+        """
+        kept = self._of(state).algorithm.kept
+        if kept is None:
+            return False, None
+        known, own = kept(state.server, self._client_state(state, client))
+        return (True, own) if known else (False, None)
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
         """Makes what clients keep on disk permanent, together with what `save` writes.
@@ -346,6 +459,10 @@ class BaseFederation:
                 "depend on chunk_size and devices: give "
                 f"jax.random.key(seed, impl={GENERATOR!r})"
             )
+
+    def _of(self, state: State) -> "BaseFederation":
+        """This federation, with the algorithm of the run whose state it is."""
+        return self
 
     def _clients_in_state(self) -> Any:
         """The shapes of what `State.clients` holds of each client."""
@@ -380,6 +497,7 @@ class BaseFederation:
             stacked(self._clients_in_state(), self.clients),
             stacked(jax.ShapeDtypeStruct((), jnp.int32)),
             state.key,
+            stacked(self.settings),
         )
         found = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), state
@@ -442,8 +560,21 @@ class Federation(BaseFederation):
     axis. `pure_init`, `pure_rounds`, `pure_evaluate` and so on are the same, of one
     run and without `jit`, to build larger programs from.
 
+    Runs may differ in numbers that are traced (`fedvi.option(traced=True)`, the local
+    training's learning rate and momentum), and share one program all the same:
+
+    ```
+    federation = Federation(
+        lambda s: algorithms.fedprox(task, mu=s["mu"]), train, test,
+        settings={"mu": 0.1},
+    )
+    keys = fedvi.federation.repeated(jax.random.key(0), 3)
+    state = federation.init(keys, {"mu": jnp.array([0.01, 0.1, 1.0])})
+    ```
+
     Args:
-      algorithm: see `fedvi.algorithm`.
+      algorithm: see `fedvi.algorithm`; with `settings` a function of them that builds
+        one, the same but for the numbers.
       train: `ClientData` with leaves `[clients, ...]`: every client's training data.
       test: `ClientData` of the same clients, for evaluation.
       selection: default full participation.
@@ -453,11 +584,14 @@ class Federation(BaseFederation):
         `model_devices` the states of a model of `fedvi.placement.layered` too.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
         batch statistics the figure matters.
+      calibration_bins: of confidence, equally wide, for ECE and MCE.
       codec: of the uploads, from `fedvi.codecs`; default: they arrive as they are.
       runs_at_once: of several runs, those in one vmap; 1: one after another.
+      settings: pytree of numbers, those of a run that names none.
 
     Raises:
-      ValueError: a selection for another number of clients, of a cohort that the
+      ValueError: a function in place of an algorithm without settings, or the other
+        way round; a selection for another number of clients, of a cohort that the
         algorithm does not take or by a measure that it does not have; train and test
         of different numbers of clients, no training example at all, data whose arrays
         do not fit each other, a label of a real example outside the model's classes, a
@@ -470,7 +604,7 @@ class Federation(BaseFederation):
     @own_settings()
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: Algorithm | Callable[[Any], Algorithm],
         train: ClientData,
         test: ClientData,
         *,
@@ -478,9 +612,21 @@ class Federation(BaseFederation):
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
+        calibration_bins: int = BINS,
         codec: Codec = IDENTITY,
         runs_at_once: int = 1,
+        settings: Any = (),
     ):
+        if bool(jax.tree.leaves(settings)) != callable(algorithm):
+            raise ValueError(
+                f"algorithm={getattr(algorithm, 'name', algorithm)!r} and settings="
+                f"{settings!r}: give a function of settings that builds the algorithm, "
+                "and settings; or an algorithm alone"
+            )
+        settings = jax.tree.map(_number, settings)
+        self._build = algorithm if callable(algorithm) else None
+        if self._build is not None:
+            algorithm = self._build(settings)
         train, test = settled_clients(train), settled_clients(test)
         for name, data in (("train", train), ("test", test)):
             checks.client_data(name, data)
@@ -495,10 +641,12 @@ class Federation(BaseFederation):
             chunk_size=chunk_size,
             mesh=mesh,
             eval_batch_size=eval_batch_size,
+            calibration_bins=calibration_bins,
             codec=codec,
         )
         for name, data in (("train", train), ("test", test)):
             contract_checks.check_labels(name, data, self.messages.classes)
+        self.settings = settings
         # A client that trains on a NaN is left out and reported, round by round.
         checks.finite_inputs("test", test)
         self.runs_at_once = runs_at_once
@@ -518,18 +666,31 @@ class Federation(BaseFederation):
 
     # The user's calls.
 
-    def init(self, key) -> State:
+    def init(self, key, settings: Any = None) -> State:
         """The state before the first round.
 
         Args:
           key: typed PRNG key; `[runs]` of them for as many runs.
+          settings: of each run, leaves `[runs]`; default: those of the federation.
 
         Raises:
-          ValueError: no typed key, or one of another generator than Threefry.
+          ValueError: no typed key, or one of another generator than Threefry; settings
+            of another structure or number of runs.
         """
         self._check_key(key)
-        key = self._on_devices(key) if self.mesh is not None else key
-        return self._program("init", key)
+        if settings is None:
+            settings = jax.tree.map(
+                lambda s: jnp.broadcast_to(s, key.shape), self.settings
+            )
+        settings = jax.tree.map(_number, settings)
+        wanted = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(key.shape, s.dtype), self.settings
+        )
+        if problem := contract_checks.difference(wanted, settings):
+            raise ValueError(f"settings are none of this federation's: {problem}")
+        start = State((), (), jnp.zeros(key.shape, jnp.int32), key, settings)
+        start = self._on_devices(start) if self.mesh is not None else start
+        return self._program("init", start)
 
     def rounds(self, state: State, n: int) -> tuple[State, RoundMetrics]:
         """`n` rounds as one jitted scan; metrics `[n, ...]`. Donates `state`."""
@@ -590,6 +751,9 @@ class Federation(BaseFederation):
         client = self._on_devices(jnp.int32(client))
         return self._program("personal_model", state, self.train, client)
 
+    def _client_state(self, state: State, client: int):
+        return take(state.clients, client)
+
     # Ahead of time.
 
     @own_settings()
@@ -615,9 +779,10 @@ class Federation(BaseFederation):
         Args:
           runs: how many; None: of a single one.
         """
-        key = jax.eval_shape(root_key, 0)
-        key = jax.ShapeDtypeStruct(() if runs is None else (runs,), key.dtype)
-        shapes = jax.eval_shape(self._over_runs(self.pure_init), key)
+        lead = () if runs is None else (runs,)
+        start = State((), (), jnp.int32(0), jax.eval_shape(root_key, 0), self.settings)
+        start = jax.tree.map(lambda s: jax.ShapeDtypeStruct(lead, s.dtype), start)
+        shapes = jax.eval_shape(self._over_runs("init"), start)
         if self.mesh is None:
             return shapes
         return jax.tree.map(
@@ -666,11 +831,17 @@ class Federation(BaseFederation):
         """`evaluate_personal` without `jit`."""
         return self._each_client("evaluate_personal", state, train, test)
 
-    def pure_uncertainty_personal(
+    def pure_predictions(
         self, state: State, train: ClientData, *data_sets: ClientData
-    ) -> tuple[Uncertainty, ...]:
-        """`uncertainty_personal` without `jit`."""
-        return self._each_client("uncertainty_personal", state, train, *data_sets)
+    ) -> tuple[Predictions, ...]:
+        """`predictions` without `jit`."""
+        return self._each_client("predictions", state, train, *data_sets)
+
+    def pure_predictions_personal(
+        self, state: State, train: ClientData, *data_sets: ClientData
+    ) -> tuple[Predictions, ...]:
+        """`predictions_personal` without `jit`."""
+        return self._each_client("predictions_personal", state, train, *data_sets)
 
     def pure_clusters(self, state: State, train: ClientData) -> jax.Array:
         """`clusters` without `jit`."""
@@ -680,16 +851,16 @@ class Federation(BaseFederation):
         """What `client` predicts with, by `Algorithm.personalise`."""
         call = Call(state.key, state.round, state.server)
         one = self._visit((state.clients, train), client)
-        return visit.personal_model(self.algorithm, self.eval_batch_size, call, one)
+        return visit.personal_model(self.algorithm, self._evaluation, call, one)
 
     # Programs over one run or several.
 
     @own_settings()
-    def _program(self, name: str, first: Any, *data, **static) -> Any:
-        """Calls `pure_{name}` over the runs of `first`, a state or keys."""
-        several = getattr(first, "key", first).ndim > 0
+    def _program(self, name: str, state: State, *data, **static) -> Any:
+        """Calls `pure_{name}` over the runs of a state."""
+        several = state.key.ndim > 0
         jitted = self._jitted(name, several, static)
-        return self._call((name, several), jitted, first, *data, **static)
+        return self._call((name, several), jitted, state, *data, **static)
 
     def _jitted(self, name: str, several: bool, static: dict[str, Any]) -> Callable:
         if (name, several) in self._jits:
@@ -707,27 +878,39 @@ class Federation(BaseFederation):
                 place = (states, place) if name == "rounds" else (states, place, place)
         return self._jit(
             (name, several),
-            self._over_runs(getattr(self, f"pure_{name}")),
+            self._over_runs(name),
             static_argnames=tuple(static),
             donate_argnums=0 if advances else (),
             out_shardings=place,
         )
 
-    def _over_runs(self, function: Callable) -> Callable:
-        """A function of a state, or key, over a leading axis of runs if it has one."""
+    def _over_runs(self, name: str) -> Callable:
+        """`pure_{name}` of a state, over a leading axis of runs if it has one; "init"
+        of a state of which only key and settings are known."""
 
-        @functools.wraps(function)
-        def over_runs(first, *data, **static):
-            if getattr(first, "key", first).ndim == 0:
-                return function(first, *data, **static)
+        def one(state, *data, **static):
+            own = self._of(state)
+            if name == "init":
+                return own.pure_init(state.key)._replace(settings=state.settings)
+            return getattr(own, f"pure_{name}")(state, *data, **static)
+
+        @functools.wraps(getattr(self, f"pure_{name}"))
+        def over_runs(state, *data, **static):
+            if state.key.ndim == 0:
+                return one(state, *data, **static)
             at_once = self.runs_at_once
             return jax.lax.map(
-                lambda one: function(one, *data, **static),
-                first,
+                lambda state: one(state, *data, **static),
+                state,
                 batch_size=at_once if at_once > 1 else None,
             )
 
         return over_runs
+
+    def _of(self, state: State) -> "Federation":
+        if self._build is None:
+            return self
+        return self.variant(algorithm=self._build(state.settings))
 
     # A round.
 
@@ -749,7 +932,8 @@ class Federation(BaseFederation):
             outputs["client"],
         )
         info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
-        return State(server, clients, state.round + 1, state.key), info
+        after = state._replace(server=server, clients=clients, round=state.round + 1)
+        return after, info
 
     def _visits(self, one: Callable, call: Call, ids, clients, train, *others):
         """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays."""
@@ -791,7 +975,7 @@ class Federation(BaseFederation):
         call = Call(state.key, state.round, state.server)
 
         def score(call, visited):
-            return (), one(self.algorithm, self.eval_batch_size, call, visited)
+            return (), one(self.algorithm, self._evaluation, call, visited)
 
         everyone = jnp.arange(self.clients)
         return self._visits(score, call, everyone, state.clients, *data_sets)[1]
@@ -804,6 +988,18 @@ def _distribution(function: str, found: Any) -> Any:
             "distrax.Distribution over the model's parameter tree"
         )
     return found
+
+
+def _number(value: Any) -> jax.Array:
+    """A setting: float32, or int32 of a whole number."""
+    value = jnp.asarray(value)
+    whole = jnp.issubdtype(value.dtype, jnp.integer)
+    return value.astype(jnp.int32 if whole else jnp.float32)
+
+
+def repeated(key, runs: int):
+    """`[runs]` times one key: runs that differ in their settings only."""
+    return jnp.broadcast_to(key, (runs,))
 
 
 def take(tree, index):

@@ -66,6 +66,7 @@ def state_shardings(mesh: Mesh, state: Any, runs: bool = False) -> Any:
         clients=jax.tree.map(lambda s: _split(mesh, s, lead + 1), state.clients),
         round=whole,
         key=whole,
+        settings=jax.tree.map(lambda _: whole, state.settings),
     )
 
 

@@ -18,7 +18,7 @@ from fedvi.client_store import ClientStore
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData
 from fedvi.data.client_files import ClientSource
-from fedvi.evaluation import Scores
+from fedvi.evaluation import BINS, Scores
 from fedvi.federation import (
     EVALUATIONS,
     BaseFederation,
@@ -63,10 +63,11 @@ class StreamedFederation(BaseFederation):
       test: of the same clients; None: nothing can be evaluated.
       selection: default: all clients.
       store: a folder for the clients' states; None: in memory.
+      read_only: looks at what lies in `store` and changes nothing there.
       block_size: clients read at once.
       chunk_size: clients in one vmap, of a block; None: all of it.
       mesh: from `fedvi.clients_mesh`, to spread a block over devices.
-      eval_batch_size: as of `Federation`.
+      eval_batch_size, calibration_bins: as of `Federation`.
       codec: as of `Federation`.
 
     Raises:
@@ -84,10 +85,12 @@ class StreamedFederation(BaseFederation):
         *,
         selection: Selection | None = None,
         store: str | Path | None = None,
+        read_only: bool = False,
         block_size: int = 256,
         chunk_size: int | None = 1,
         mesh: Mesh | None = None,
         eval_batch_size: int = 128,
+        calibration_bins: int = BINS,
         codec: Codec = IDENTITY,
     ):
         for name, source in (("train", train), ("test", test)):
@@ -128,16 +131,21 @@ class StreamedFederation(BaseFederation):
             chunk_size=chunk_size,
             mesh=mesh,
             eval_batch_size=eval_batch_size,
+            calibration_bins=calibration_bins,
             codec=codec,
         )
         self.train, self.test, self.block_size = train, test, block_size
         self._folder = None if store is None else Path(store)
+        self._read_only = read_only
         self._kept: dict[int | None, _Kept] = {}
         self._whole, self._spread = None, None
         if mesh is not None:
             self._whole = replicated(mesh)
             self._spread = NamedSharding(mesh, PartitionSpec(AXIS))
         self._kept_of(None)  # a folder of another algorithm is an error now
+        if read_only:
+            for run in range(len(list(self._folder.glob("run_*")))):
+                self._kept_of(run)
 
     @property
     def store(self) -> ClientStore:
@@ -256,15 +264,21 @@ class StreamedFederation(BaseFederation):
             folder = self._folder
             if folder is not None and run is not None:
                 folder = folder / f"run_{run:03d}"
-            store = ClientStore(self.messages.client, self.clients, folder)
-            self._kept[run] = _Kept(store)
+            like, only = self.messages.client, self._read_only
+            self._kept[run] = _Kept(ClientStore(like, self.clients, folder, only))
         return self._kept[run]
+
+    def _kept_for(self, state: State) -> "_Kept":
+        """Of a single run, or of the one of several that the state was taken from."""
+        key, _ = _place(state)
+        found = (one for one in self._kept.values() if one.at and one.at[0] == key)
+        return next(found, self._kept_of(None))
 
     @own_settings()
     def _each_run(self, state: State, function: Callable) -> Any:
         """`function(kept, state)` of every run, stacked."""
         if state.key.ndim == 0:
-            return function(self._kept_of(None), state)
+            return function(self._kept_for(state), state)
         runs = range(len(state.key))
         return _stack([function(self._kept_of(i), take(state, i)) for i in runs])
 
@@ -397,7 +411,7 @@ class StreamedFederation(BaseFederation):
         def score(operands, item):
             call, first = operands
             visited = self._visit(call.key, first, *item)
-            return (), one(self.algorithm, self.eval_batch_size, call, visited)
+            return (), one(self.algorithm, self._evaluation, call, visited)
 
         call = Call(state.key, state.round, state.server)
         return self._over_clients(score, (call, first), visits)[1]
@@ -405,6 +419,11 @@ class StreamedFederation(BaseFederation):
     def _personal_model(self, state: State, client: int):
         models = self._evaluate("personal_model", state, ids=np.array([client]))
         return take(models, 0)
+
+    def _client_state(self, state: State, client: int):
+        """Zeros for one that was never met: it has taken part in nothing."""
+        clients, _ = self._each_run(state, lambda kept, _: kept.store.read([client]))
+        return take(clients, 0)
 
     # Between programs and files.
 

@@ -14,21 +14,23 @@ import jax.numpy as jnp
 from fedvi.algorithm import Algorithm, Importance
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData
-from fedvi.evaluation import score_in_batches, uncertainty_in_batches
+from fedvi.evaluation import BINS, predictions_in_batches, score_in_batches
 from fedvi.keys import Purpose, derive
 
 __all__ = [
     "ABSURD",
     "Call",
+    "Evaluation",
     "Visit",
     "all_finite",
     "cluster",
     "participate",
     "personal_model",
+    "predictions_global",
+    "predictions_personal",
     "report",
     "score_global",
     "score_personal",
-    "uncertainty",
 ]
 
 
@@ -66,6 +68,18 @@ class Visit(NamedTuple):
     client: Any
     train: ClientData
     others: tuple[ClientData, ...] = ()
+
+
+class Evaluation(NamedTuple):
+    """How an evaluation looks at examples.
+
+    Attributes:
+      batch_size: most examples in one forward pass.
+      bins: of confidence, for the calibration errors.
+    """
+
+    batch_size: int = 128
+    bins: int = BINS
 
 
 def _ask(function: Callable, purpose: Purpose, call: Call, visit: Visit):
@@ -158,55 +172,82 @@ def all_below(limit: float, tree: Any) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.abs(leaf) < limit) for leaf in leaves]))
 
 
-# In an evaluation: all take (algorithm, batch_size, call, visit).
+# In an evaluation: all take (algorithm, by, call, visit).
 
 
-def score_global(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+def score_global(algorithm: Algorithm, by: Evaluation, call: Call, visit: Visit):
     """`Scores` of the client's global model on its first other data set."""
-    server = call.server
-    if algorithm.assign is not None:
-        _, server = _ask(algorithm.assign, Purpose.ASSIGN, call, visit)
-    predict = _by_batch(
-        algorithm.global_predictive, Purpose.PREDICT_GLOBAL, call, visit, 0, server
-    )
-    return score_in_batches(predict, visit.others[0], batch_size)
+    predict = _global_predictives(algorithm, call, visit)[0]
+    return score_in_batches(predict, visit.others[0], by.batch_size, by.bins)
 
 
-def score_personal(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+def score_personal(algorithm: Algorithm, by: Evaluation, call: Call, visit: Visit):
     """`Scores` of the personalised model on the client's first other data set."""
-    [predict] = _personal_predictives(algorithm, call, visit, 1)
-    return score_in_batches(predict, visit.others[0], batch_size)
+    predict = _personal_predictives(algorithm, call, visit)[0]
+    return score_in_batches(predict, visit.others[0], by.batch_size, by.bins)
 
 
-def uncertainty(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
-    """A tuple of `Uncertainty` of the personalised model, one for each other data."""
-    others = visit.others
-    predictives = _personal_predictives(algorithm, call, visit, len(others))
-    return tuple(
-        uncertainty_in_batches(predict, data, batch_size)
-        for predict, data in zip(predictives, others)
-    )
+def predictions_global(algorithm: Algorithm, by: Evaluation, call: Call, visit: Visit):
+    """A tuple of `Predictions` of the global model, one for each other data set."""
+    predictives = _global_predictives(algorithm, call, visit)
+    return _predictions(predictives, by, visit)
 
 
-def cluster(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
+def predictions_personal(
+    algorithm: Algorithm, by: Evaluation, call: Call, visit: Visit
+):
+    """A tuple of `Predictions` of the personalised model, one for each other data."""
+    predictives = _personal_predictives(algorithm, call, visit)
+    return _predictions(predictives, by, visit)
+
+
+def cluster(algorithm: Algorithm, by: Evaluation, call: Call, visit: Visit):
     """[] int32, the client's cluster."""
     return _ask(algorithm.assign, Purpose.ASSIGN, call, visit)[0]
 
 
-def personal_model(algorithm: Algorithm, batch_size: int, call: Call, visit: Visit):
-    """What `Algorithm.personalise` makes of the client."""
-    return _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+def personal_model(algorithm: Algorithm, by: Evaluation, call: Call, visit: Visit):
+    """What the client kept to predict with, or else what `personalise` makes of it."""
+    if algorithm.kept is None:
+        return _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+    known, own = algorithm.kept(call.server, visit.client)
+    # Without data nothing is trained: who kept something is done.
+    size = jnp.where(known, 0, visit.train.size)
+    visit = visit._replace(train=visit.train._replace(size=size))
+    fresh = _ask(algorithm.personalise, Purpose.PERSONALISE, call, visit)
+    return jax.tree.map(partial(jnp.where, known), own, fresh)
+
+
+def _predictions(predictives: list[Callable], by: Evaluation, visit: Visit):
+    return tuple(
+        predictions_in_batches(predict, data, by.batch_size)
+        for predict, data in zip(predictives, visit.others)
+    )
+
+
+def _global_predictives(
+    algorithm: Algorithm, call: Call, visit: Visit
+) -> list[Callable]:
+    """The client's global model as `_by_batch` makes it, for each of its data sets."""
+    server = call.server
+    if algorithm.assign is not None:
+        _, server = _ask(algorithm.assign, Purpose.ASSIGN, call, visit)
+    predictive, purpose = algorithm.global_predictive, Purpose.PREDICT_GLOBAL
+    return [
+        _by_batch(predictive, purpose, call, visit, number, server)
+        for number in range(len(visit.others))
+    ]
 
 
 def _personal_predictives(
-    algorithm: Algorithm, call: Call, visit: Visit, data_sets: int
+    algorithm: Algorithm, call: Call, visit: Visit
 ) -> list[Callable]:
     """The client's own model as `_by_batch` makes it, for each of its data sets."""
-    model = call.server, personal_model(algorithm, 0, call, visit)
+    model = call.server, personal_model(algorithm, Evaluation(), call, visit)
     predictive, purpose = algorithm.personal_predictive, Purpose.PREDICT_PERSONAL
     return [
         _by_batch(predictive, purpose, call, visit, number, *model)
-        for number in range(data_sets)
+        for number in range(len(visit.others))
     ]
 
 

@@ -96,8 +96,16 @@ def test_a_commit_that_was_not_settled_can_be_taken_back(tmp_path, kept):
     for round_index in (1, 2):
         store.write(np.arange(3), states_of(np.full(3, round_index)))
         store.commit({"round": round_index})
-    again = ClientStore(LIKE, 20, tmp_path)
     round_index = 2 if kept == "the last" else 1
+    before = sorted(tmp_path.iterdir())
+    reader = ClientStore(LIKE, 20, tmp_path, read_only=True)
+    for asked in (round_index, 3 - round_index, round_index):
+        reader.pick({"round": asked})
+        check(reader, dict.fromkeys(range(3), asked), 20)
+    with pytest.raises(ValueError, match="read only"):
+        reader.write(np.arange(1), states_of([7]))
+    assert sorted(tmp_path.iterdir()) == before
+    again = ClientStore(LIKE, 20, tmp_path)
     assert again.pick({"round": round_index}) == (round_index == 1)
     check(again, dict.fromkeys(range(3), round_index), 20)
     assert not again.pick({"round": 3 - round_index})  # the other one is gone

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from fedvi import contract_checks
-from fedvi.algorithm import ClientOutput, Importance
+from fedvi.algorithm import Algorithm, ClientOutput, Importance
 from fedvi.algorithms import fedavg, local_only
+from fedvi.data import ClientData
 from fedvi.federation import Federation
+from fedvi.keys import root_key
 from fedvi.selection import Selection, full, proportional, round_robin, uniform
+from fedvi.visit import Call, Visit, personal_model
 
 
 def broken(algorithm, **functions):
@@ -295,3 +298,36 @@ def test_a_selection_of_ones_own_picks_as_many_as_it_says(task):
     ):
         with pytest.raises(ValueError, match=message):
             contract_checks.check_selection(plain, picking(found))
+
+
+@pytest.mark.parametrize(
+    "kept, error",
+    [
+        (lambda server, client: client, r"must return \(known \[\] bool, personal\)"),
+        (lambda server, client: (1, server.params), "for known: it must be bool"),
+        (
+            lambda server, client: (jnp.bool_(True), server),
+            "what personalise returns: i",
+        ),
+    ],
+)
+def test_what_a_client_kept_is_what_it_predicts_with(task, train, test, kept, error):
+    with pytest.raises(ValueError, match=error):
+        contract_checks.check(broken(fedavg(task), kept=kept), train, test, 6)
+
+
+def test_who_kept_something_is_not_personalised():
+    """And those who did not are, with all of their data."""
+    algorithm = Algorithm(
+        *("toy", None, None, None, None),
+        personalise=lambda key, server, client, data: data.size + 100,
+        personal_predictive=None,
+        kept=lambda server, client: (client > 0, client),
+    )
+    call, data = Call(root_key(0), jnp.int32(0), ()), ClientData((), (), jnp.int32(7))
+
+    def model(client):
+        visited = Visit(jnp.int32(1), jnp.int32(client), data)
+        return int(personal_model(algorithm, None, call, visited))
+
+    assert [model(client) for client in (0, 3)] == [107, 3]

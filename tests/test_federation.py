@@ -379,25 +379,43 @@ def test_without_assign_there_are_no_clusters(train, test):
         federation.clusters(federation.init(jax.random.key(0)))
 
 
-def test_uncertainty_of_examples_is_that_of_the_scores(train, test, task):
-    """Two data sets of different capacities, with the draws of `evaluate_personal`."""
+@pytest.mark.parametrize("model", ["global", "personal"])
+def test_predictions_of_examples_are_those_of_the_scores(train, test, task, model):
+    """Two data sets of different capacities, with the draws of the evaluation."""
     plain = fedavg(task)
 
-    def noisy(key, server, personal, x, mask):
-        logits = task.model.apply(personal, x, mask)
+    def noisy(key, server, *arguments):
+        *personal, x, mask = arguments
+        params = personal[0] if personal else server.params
+        logits = task.model.apply(params, x, mask)
         noise = jax.random.normal(key, (4, *logits.shape))
         return jax.nn.log_softmax(logits[None] + noise)
 
-    algorithm = plain._replace(personal_predictive=noisy)
-    federation = Federation(algorithm, train, test, eval_batch_size=4)
+    algorithm = plain._replace(**{f"{model}_predictive": noisy})
+    federation = Federation(
+        algorithm, train, test, eval_batch_size=4, calibration_bins=7
+    )
+    evaluate, predictions = {
+        "global": (federation.evaluate, federation.predictions),
+        "personal": (federation.evaluate_personal, federation.predictions_personal),
+    }[model]
     state = federation.init(jax.random.key(0))
-    of_test, of_train = federation.uncertainty_personal(state, test, train)
+    of_test, of_train = predictions(state, test, train)
     np.testing.assert_array_equal(of_train.mask.sum(1), train.size)
-    scores = federation.evaluate_personal(state)
-    for name in ("entropy", "mutual_information"):
-        summed = np.where(of_test.mask, getattr(of_test, name), 0).sum(1)
+    scores = evaluate(state)
+    nll = -np.take_along_axis(np.asarray(of_test.log_probs), test.y[..., None], 2)
+    found = {
+        "nll": nll[..., 0],
+        "entropy": of_test.entropy,
+        "mutual_information": of_test.mutual_information,
+    }
+    for name, values in found.items():
+        summed = np.where(of_test.mask, values, 0).sum(1)
         np.testing.assert_allclose(summed, getattr(scores, name), rtol=1e-5)
     assert of_test.mutual_information.min() > 0
+    confidence = np.exp(np.asarray(of_test.log_probs).max(2))
+    counts = [np.histogram(c, np.linspace(0, 1, 8))[0] for c in confidence]
+    np.testing.assert_array_equal(scores.bin_count, counts)
 
 
 class Normalised(linen.Module):
@@ -780,6 +798,7 @@ def test_arguments_of_another_kind_are_named(train, test):
     for options, message in (
         ({"chunk_size": 2.5}, "chunk_size=2.5 must be a whole number, at least 1"),
         ({"chunk_size": "a"}, "chunk_size='a' must be a whole number"),
+        ({"calibration_bins": 0}, "calibration_bins=0 must be a whole number"),
         ({"eval_batch_size": True}, "eval_batch_size=True must be a whole number"),
         ({"runs_at_once": None}, "runs_at_once=None must be a whole number"),
         ({"selection": "uniform"}, "selection='uniform' must be a fedvi.selection.Sel"),
@@ -813,7 +832,8 @@ def test_a_state_of_another_federation_is_named(train, test, task):
             federation.round,
             lambda s: federation.run(s, 1),
             federation.evaluate,
-            federation.uncertainty_personal,
+            federation.predictions,
+            federation.predictions_personal,
             federation.finite,
             federation.posterior,
         ):
@@ -860,7 +880,8 @@ def test_predictions_that_are_no_log_probabilities_are_refused(train, test, chan
     for call, function in (
         (federation.evaluate, "global_predictive"),
         (federation.evaluate_personal, "personal_predictive"),
-        (lambda s: federation.uncertainty_personal(s, test), "personal_predictive"),
+        (lambda s: federation.predictions(s, test), "global_predictive"),
+        (lambda s: federation.predictions_personal(s, test), "personal_predictive"),
         (lambda s: federation.run(s, 1), "global_predictive"),
     ):
         message = f"{function} returns no log-probabilities: those of 70 examples do "
@@ -893,7 +914,7 @@ def test_every_batch_of_every_client_has_its_own_key(train, test):
     for options in ({}, {"chunk_size": 3, "mesh": clients_mesh(2)}):
         federation = Federation(algorithm, train, test, eval_batch_size=5, **options)
         state = federation.init(jax.random.key(0))
-        both = federation.uncertainty_personal(state, test, test)
+        both = federation.predictions_personal(state, test, test)
         found.append((federation.evaluate(state), both))
     chex.assert_trees_all_close(*found, rtol=1e-6)
     scores, both = found[0]

@@ -150,7 +150,7 @@ def test_a_real_method_agrees_too(train, test, task):
 
 
 def test_the_other_calls_agree_too(train, test):
-    """Of two runs: clusters, uncertainty, whole runs; of one of them: posteriors."""
+    """Of two runs: clusters, predictions, whole runs; of one of them: posteriors."""
     algorithm = counting()._replace(
         assign=lambda key, server, client, data: (data.size % 3, server),
         personal_posterior=lambda server, personal: distrax.Normal(
@@ -169,8 +169,8 @@ def test_the_other_calls_agree_too(train, test):
     chex.assert_trees_all_close(scores, wanted, rtol=1e-4)
     np.testing.assert_array_equal(stream.clusters(state), memory.clusters(expected))
     chex.assert_trees_all_close(
-        stream.uncertainty_personal(state, sources[1]),
-        memory.uncertainty_personal(expected, test),
+        stream.predictions_personal(state, sources[1]),
+        memory.predictions_personal(expected, test),
         rtol=1e-3,
         atol=1e-6,
     )
@@ -348,7 +348,7 @@ def test_states_and_predictions_are_checked_too(train, test):
     state = stream.init(jax.random.key(0))
     for call in (
         stream.evaluate_personal,
-        lambda state: stream.uncertainty_personal(state, sources[1]),
+        lambda state: stream.predictions_personal(state, sources[1]),
     ):
         with pytest.raises(ValueError, match="personal_predictive returns no log-pro"):
             call(state)

@@ -239,15 +239,14 @@ def pfedbayes_of(
         def complete(q):
             return join(server.posterior, q) if adapts_own else q
 
-        newcomer = client.updates == 0
-        # Without data nothing is trained: who took part is done.
-        data = data._replace(size=jnp.where(newcomer, data.size, 0))
         whole = join(server.posterior, client.prior)
         start = client.prior if adapts_own else whole
         fresh, tuning = learner(start, task.finetuning), task.finetuning
         q, _, _ = train(key, 0, data, tuning, fresh, fresh, (1, 0), complete)
-        adapted = complete(q.posterior)
-        return optax.tree.where(newcomer, adapted, client.personal.posterior)
+        return complete(q.posterior)
+
+    def kept(server, client):
+        return client.updates > 0, client.personal.posterior
 
     return posterior_estimate(
         name,
@@ -258,6 +257,7 @@ def pfedbayes_of(
         client_update=client_update,
         server_update=server_update,
         personalise=personalise,
+        kept=kept,
         broadcast=lambda server: server._replace(newcomer=()),
         statistics=lambda server, upload: summands(
             family, options.average, server.posterior, upload

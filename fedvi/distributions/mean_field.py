@@ -90,9 +90,14 @@ def scale(q: MeanField) -> chex.ArrayTree:
     return jax.tree.map(lambda rho: _scale(rho, q.link), q.rho)
 
 
-def initial_scale(rho: float, link: Link = "softplus") -> jax.Array:
+# For calls out of a program: its operations one by one would compile one by one.
+_jitted_scale = jax.jit(scale)
+
+
+def initial_scale(rho: float, link: Link = "softplus") -> jax.typing.ArrayLike:
     """σ of an unconstrained scale, scalar; `from_rho` says which are refused."""
-    return scale(from_rho(jnp.zeros(()), rho, link))
+    sigma = _jitted_scale(from_rho(jnp.zeros(()), rho, link))
+    return sigma if isinstance(sigma, jax.core.Tracer) else np.asarray(sigma)
 
 
 def from_rho(params: chex.ArrayTree, rho: float, link: Link = "softplus") -> MeanField:
@@ -157,7 +162,7 @@ def distribution(q: MeanField) -> Tree:
 
     It draws the numbers of `sample`, and its KL is that of `kl`.
     """
-    base = normal.Normal(ravel_pytree(q.mu)[0], ravel_pytree(scale(q))[0])
+    base = normal.Normal(ravel_pytree(q.mu)[0], ravel_pytree(_jitted_scale(q))[0])
     return as_tree(distrax.Independent(base, 1), q.mu)
 
 

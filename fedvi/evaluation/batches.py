@@ -6,14 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedvi.evaluation.metrics import Scores, score
-from fedvi.evaluation.predictive import unnormalised
-from fedvi.evaluation.uncertainty import Uncertainty, predictive_uncertainty
+from fedvi.evaluation.metrics import BINS, Scores, score
+from fedvi.evaluation.predictive import predictive_log_probs, unnormalised
+from fedvi.evaluation.uncertainty import Predictions, predictive_uncertainty
 
-__all__ = ["fold_batches", "score_in_batches", "uncertainty_in_batches"]
+__all__ = ["fold_batches", "predictions_in_batches", "score_in_batches"]
 
 
-def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
+def score_in_batches(
+    predict: Callable, data, batch_size: int, bins: int = BINS
+) -> Scores:
     """Scores a client's examples in the batches of `fold_batches`.
 
     Args:
@@ -21,6 +23,7 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
         log-probabilities [samples, batch, classes]`.
       data: one client's `ClientData`; padded slots count nothing.
       batch_size: most examples in one batch.
+      bins: of confidence, as of `score`.
 
     Returns:
       Sums over the client's real examples.
@@ -29,7 +32,7 @@ def score_in_batches(predict: Callable, data, batch_size: int) -> Scores:
     width = min(batch_size, data.x.shape[0])
 
     def scores(number, x, y, mask):
-        return score(predict(number, x, mask), y, mask)
+        return score(predict(number, x, mask), y, mask, bins)
 
     def add(total, number, start, *batch):
         return jax.tree.map(jnp.add, total, scores(number, *batch))
@@ -77,8 +80,8 @@ def fold_batches(step: Callable, data, batch_size: int, carry: Any) -> Any:
     return jax.lax.fori_loop(0, batches, one, carry)
 
 
-def uncertainty_in_batches(predict: Callable, data, batch_size: int) -> Uncertainty:
-    """Uncertainty of every example of a client, in the batches of `fold_batches`.
+def predictions_in_batches(predict: Callable, data, batch_size: int) -> Predictions:
+    """The averaged prediction of every example, in the batches of `fold_batches`.
 
     Args:
       predict: `(number [] int32 of the batch, x [batch, ...], mask [batch]) ->
@@ -88,16 +91,24 @@ def uncertainty_in_batches(predict: Callable, data, batch_size: int) -> Uncertai
     """
     capacity = data.x.shape[0]
 
+    def figures(number, x, mask):
+        log_probs = predict(number, x, mask).astype(jnp.float32)
+        _, information = predictive_uncertainty(log_probs)
+        return predictive_log_probs(log_probs), information, unnormalised(log_probs)
+
     def write(carry, number, start, x, y, mask):
         # Slots of another batch are written out of range, which drops them.
         slots = jnp.where(mask, start + jnp.arange(x.shape[0]), capacity)
-        log_probs = predict(number, x, mask)
-        figures = *predictive_uncertainty(log_probs), unnormalised(log_probs) * 1.0
-        return tuple(
-            whole.at[slots].set(part, mode="drop")
-            for whole, part in zip(carry, figures)
+        return jax.tree.map(
+            lambda whole, part: whole.at[slots].set(part, mode="drop"),
+            carry,
+            figures(number, x, mask),
         )
 
-    filled = fold_batches(write, data, batch_size, (jnp.zeros(capacity),) * 3)
-    entropy, information, off = filled
-    return Uncertainty(entropy, information, jnp.arange(capacity) < data.size, off)
+    x = data.x[: min(batch_size, capacity)]
+    shapes = jax.eval_shape(figures, jnp.int32(0), x, jnp.ones(len(x), bool))
+    empty = jax.tree.map(
+        lambda s: jnp.zeros((capacity, *s.shape[1:]), jnp.float32), shapes
+    )
+    log_probs, information, off = fold_batches(write, data, batch_size, empty)
+    return Predictions(log_probs, information, jnp.arange(capacity) < data.size, off)

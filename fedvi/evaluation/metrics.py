@@ -18,7 +18,9 @@ from jax import Array
 from fedvi.evaluation.predictive import predictive_log_probs, unnormalised
 from fedvi.evaluation.uncertainty import predictive_uncertainty
 
-__all__ = ["Scores", "reliability", "score", "summarise"]
+__all__ = ["BINS", "Scores", "per_client", "reliability", "score", "summarise"]
+
+BINS = 15  # of confidence, as in Guo et al. (2017)
 
 
 class Scores(NamedTuple):
@@ -36,7 +38,7 @@ class Scores(NamedTuple):
     unnormalised: Array  # [] number whose log-probabilities are none (`unnormalised`)
 
 
-def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Scores:
+def score(log_probs: Array, labels: Array, mask: Array, bins: int = BINS) -> Scores:
     """Reduces the predictions for one client's examples to sums.
 
     The Brier score is the multi-class one, the squared error summed over classes, so
@@ -50,7 +52,7 @@ def score(log_probs: Array, labels: Array, mask: Array, bins: int = 15) -> Score
         distributions, averaged by `predictive_log_probs`.
       labels: `[batch]` int32 in [0, classes).
       mask: `[batch]` bool, True for real examples.
-      bins: number of calibration bins; 15 as in Guo et al. (2017).
+      bins: number of calibration bins.
 
     Raises:
       ValueError: the shapes do not fit together, labels that are no integers, or `bins`
@@ -131,6 +133,26 @@ def summarise(scores: Scores) -> dict[str, float | int]:
         "ece_macro": float(np.mean(ece_each)),
         "clients": int(scores.count.size),
         "examples": int(pooled.count),
+    }
+
+
+def per_client(scores: Scores) -> dict[str, np.ndarray]:
+    """Each client's own figures.
+
+    Args:
+      scores: stacked `Scores`, every leaf with a leading `[clients]` axis.
+
+    Returns:
+      float64 arrays `[clients]`: `accuracy` (per cent), `nll` (nats) and `ece` (a
+      fraction, from the client's own bins); NaN for a client without test examples.
+    """
+    scores = Scores(*(np.asarray(leaf, np.float64) for leaf in scores))
+    count = np.where(scores.count > 0, scores.count, np.nan)
+    gaps = np.abs(scores.bin_correct - scores.bin_confidence).sum(-1)
+    return {
+        "accuracy": 100.0 * scores.correct / count,
+        "nll": scores.nll / count,
+        "ece": gaps / count,
     }
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from fedvi.evaluation.predictive import predictive_log_probs
 
-__all__ = ["Uncertainty", "auroc", "predictive_uncertainty"]
+__all__ = ["Predictions", "Uncertainty", "auroc", "predictive_uncertainty"]
 
 
 class Uncertainty(NamedTuple):
@@ -17,7 +17,28 @@ class Uncertainty(NamedTuple):
     entropy: Array  # [capacity] of the averaged prediction, nats; 0 where padded
     mutual_information: Array  # [capacity] of label and weights, nats
     mask: Array  # [capacity] bool, real examples
+
+
+class Predictions(NamedTuple):
+    """What one client's model says of every example; stacked, with leading [clients].
+
+    A padded slot holds zeros.
+    """
+
+    log_probs: Array  # [capacity, classes] float32, of the averaged prediction
+    mutual_information: Array  # [capacity] of label and weights, nats
+    mask: Array  # [capacity] bool, real examples
     unnormalised: Array  # [capacity] float32, 1 where log-probabilities are none
+
+    @property
+    def entropy(self) -> Array:
+        """`[capacity]` entropy of the averaged prediction, nats; 0 where padded."""
+        return _entropy(self.log_probs)
+
+    @property
+    def uncertainty(self) -> Uncertainty:
+        """The two figures that need no label."""
+        return Uncertainty(self.entropy, self.mutual_information, self.mask)
 
 
 def predictive_uncertainty(log_probs: Array) -> tuple[Array, Array]:

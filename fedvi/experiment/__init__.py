@@ -1,17 +1,24 @@
 """Running experiments: from a configuration, or a command line, to a run folder."""
 
 from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
+from fedvi.experiment.loaded_run import load_run, load_runs
 from fedvi.experiment.loading import load_data
 from fedvi.experiment.run import run, run_all
+from fedvi.experiment.sweep import Sweep, sweep, sweep_all
 
 __all__ = [
     "ExperimentConfig",
     "HostOptions",
     "RunOptions",
+    "Sweep",
     "load_data",
+    "load_run",
+    "load_runs",
     "run",
     "run_all",
     "start",
+    "sweep",
+    "sweep_all",
 ]
 
 

@@ -93,7 +93,7 @@ def check_rows(config: ExperimentConfig, run_dir: Path, done: int) -> None:
     seeds = range(config.seed, config.seed + config.seeds)
     wanted = [
         (evaluated, seed)
-        for evaluated in itertools.accumulate(config.blocks())
+        for evaluated in itertools.accumulate(config.blocks(), initial=0)
         for seed in seeds
         if evaluated <= done
     ]

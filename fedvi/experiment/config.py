@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import optax
@@ -29,6 +29,11 @@ __all__ = [
 # FedHB's data and N (§6), and the data that its and FedBABU's augmentation is for.
 PROTOCOL_DATASET, PROTOCOL_CLIENTS = "cifar100", 100
 AUGMENTED = ("cifar10", "cifar100")
+
+# What a sweep may choose by, on held-out data.
+CRITERIA = ("personal_nll", "personal_accuracy", "global_nll", "global_accuracy")
+
+OUT_OF_DISTRIBUTION = ("ood_dataset", "ood_data_file", "ood_classes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +226,9 @@ class ExperimentConfig:
     )
     epochs: int = option(1, "τ, local epochs a round.", at_least=1)
     batch_size: int = option(50, "Examples a step.", at_least=1)
-    learning_rate: float = option(0.1, "Of the clients' optimiser.", above=0)
+    learning_rate: float = option(
+        0.1, "Of the clients' optimiser.", traced=True, above=0
+    )
     lr_decay: float = option(
         0.1, "Factor on the learning rate at each of lr_decay_at.", above=0, at_most=1
     )
@@ -232,6 +239,7 @@ class ExperimentConfig:
         0.9,
         "Heavy-ball momentum of SGD; afresh in every round, but for methods that keep "
         "their clients' moments (pFedBayes and its kin).",
+        traced=True,
         at_least=0,
         below=1,
     )
@@ -249,7 +257,7 @@ class ExperimentConfig:
         5, "Epochs of personalisation, of body and head.", at_least=0
     )
     finetune_learning_rate: float = option(
-        1e-3, "Learning rate of personalisation.", above=0
+        1e-3, "Learning rate of personalisation.", traced=True, above=0
     )
 
     eval_every: int = option(
@@ -336,6 +344,13 @@ class ExperimentConfig:
         missing = {k: v for k, v in filled.items() if getattr(self, k) is None}
         return dataclasses.replace(self, **missing)
 
+    def of_data(self) -> tuple[Any, ...]:
+        """All that decides what is loaded and how it is dealt out."""
+        names = [f.name for f in dataclasses.fields(self)]
+        first, last = names.index("dataset"), names.index("normalise")
+        names = [*names[first : last + 1], "augment", *OUT_OF_DISTRIBUTION]
+        return tuple(getattr(self, name) for name in names)
+
     @property
     def method(self) -> str:
         """The algorithm, with its selection where that is not uniform: `dsvgd:ksd`."""
@@ -380,6 +395,28 @@ class ExperimentConfig:
         """The configuration as JSON holds it."""
         fields = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ExperimentConfig":
+        """The configuration that `to_dict` gave.
+
+        Raises:
+          ValueError: fields of another version of fedvi; names them.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        problems = [
+            f"{verb} {', '.join(sorted(names))}"
+            for verb, names in (
+                ("has the unknown", fields.keys() - known),
+                ("lacks", known - fields.keys()),
+            )
+            if names
+        ]
+        if problems:
+            raise ValueError(" and ".join(problems))
+        return cls(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        )
 
     # When a run is evaluated: every `eval_every` rounds and after each of the last.
 

@@ -64,10 +64,13 @@ def out_of_distribution(
     Over the training clients: values pooled for the AUROC, means over clients.
     """
     config, ood = experiment.config, experiment.ood
-    uncertainty = jax.device_get(
-        federation.uncertainty_personal(
+    predictions = jax.device_get(
+        federation.predictions_personal(
             states, federation.test, data.ClientArrays(ood) if stream else ood
         )
+    )
+    uncertainty = tuple(
+        jax.tree.map(np.asarray, one.uncertainty) for one in predictions
     )
     per_seed = []
     for index in range(config.seeds):

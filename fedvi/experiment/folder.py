@@ -2,8 +2,9 @@
 
 `config.json` is written first, and `clients.csv`, which says who the clients are.
 `metrics.csv` grows by one row per evaluation and seed, `selection.csv` by one per round
-and seed where clients are chosen by their importance, `summary.json` comes last: its
-presence means that the run is finished.
+and seed where clients are chosen by their importance. At the end come what the last
+evaluation gave, `evaluation.npz`, and each client's figures in `clients.csv`;
+`summary.json` comes last: its presence means that the run is finished.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ __all__ = [
     "CLIENTS",
     "CONFIG",
     "ENTROPY_DENSITY",
+    "EVALUATION",
     "FINETUNE_CURVE",
     "LEARNING_CURVES",
     "METRICS",
@@ -32,7 +34,9 @@ __all__ = [
     "STORE",
     "SUMMARY",
     "UNCERTAINTY",
+    "VERSION",
     "CsvFile",
+    "clients_rows",
     "damaged",
     "make",
     "metrics_rows",
@@ -46,11 +50,13 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
+VERSION = "fedvi"  # in it: the version that wrote it
 CLIENTS = "clients.csv"
 METRICS = "metrics.csv"
 SELECTION = "selection.csv"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint.npz"
+EVALUATION = "evaluation.npz"
 STORE = "clients"  # a folder: clients' states of a stream
 LEARNING_CURVES = "learning_curves.png"
 RELIABILITY = "reliability.png"
@@ -64,6 +70,7 @@ RUN_FILES = (
     SELECTION,
     SUMMARY,
     CHECKPOINT,
+    EVALUATION,
     STORE,
     LEARNING_CURVES,
     RELIABILITY,
@@ -339,6 +346,27 @@ def metrics_rows(run_dir: str | Path) -> list[dict[str, Any]]:
                 where = f"round {row['round']}, column {key}: {value!r}"
                 raise ValueError(damaged(path, where))
     return rows
+
+
+def clients_rows(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The rows of `clients.csv`. An `id` is text, unless all are whole numbers.
+
+    Raises:
+      ValueError: it is missing, damaged or not one of ours.
+    """
+    path = Path(run_dir) / CLIENTS
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            found = list(csv.DictReader(file))
+        names = [row["id"] for row in found]
+        whole = all(name == str(_parse(name)) and name.isdecimal() for name in names)
+        return [
+            {k: _parse(v) if k != "id" or whole else v for k, v in row.items()}
+            for row in found
+        ]
+    except (OSError, ValueError, csv.Error, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(damaged(path, why)) from error
 
 
 def _text(columns: Sequence[str], rows: Sequence[Mapping], *, header: bool) -> str:

@@ -13,8 +13,10 @@ that around them.
 import contextlib
 import json
 import pickle
+import re
 import zipfile
 import zlib
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from fedvi.flat import Flat, is_flat
 from fedvi.keys import is_key
 from fedvi.placement import put
 
-__all__ = ["canonical", "read_metadata", "restore", "save"]
+__all__ = ["canonical", "read", "read_metadata", "restore", "save"]
 
 _METADATA = "metadata"
 # What numpy and zipfile raise on a missing, truncated, damaged or foreign file.
@@ -100,6 +102,39 @@ def restore(path: str | Path, like: Any) -> tuple[Any, dict[str, Any]]:
     ]
     tree = jax.tree.unflatten(jax.tree.structure(by_layer), values)
     return jax.tree.map(_placed, like, tree, is_leaf=is_flat), metadata
+
+
+def read(path: str | Path) -> tuple[Any, dict[str, Any]]:
+    """A tree of dicts, tuples and named tuples of arrays, without a likeness of it.
+
+    Returns:
+      `(tree, metadata)`; leaves are NumPy, and a named tuple is one of the same fields.
+
+    Raises:
+      ValueError: the file is missing or damaged.
+    """
+    arrays, kinds, metadata = _read(Path(path))
+    whole: dict[Any, Any] = {}
+    for name, array in arrays.items():
+        node = whole
+        *outer, last = re.findall(r"\['.*?'\]|\[\d+\]|\.\w+", name)
+        for part in outer:
+            node = node.setdefault(part, {})
+        node[last] = array.view(jnp.dtype(kinds[name]))
+    return _of_paths(whole), metadata
+
+
+def _of_paths(node: Any) -> Any:
+    """What nested dicts with the parts of leaves' names as keys stand for."""
+    if not isinstance(node, dict):
+        return node
+    values = [_of_paths(value) for value in node.values()]
+    first = next(iter(node), "['']")
+    if first.startswith("."):
+        return namedtuple("Fields", [part[1:] for part in node])(*values)
+    if first.startswith("['"):
+        return dict(zip((part[2:-2] for part in node), values))
+    return tuple(values)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:

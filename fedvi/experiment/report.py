@@ -15,7 +15,7 @@ from fedvi.experiment import folder, plots
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.experiment.rows import MODELS, by_method, trouble
-from fedvi.experiment.setup import Experiment, identity
+from fedvi.experiment.setup import Experiment, settings
 
 __all__ = [
     "PLOT",
@@ -198,7 +198,7 @@ def summary(
         "global_model": experiment.algorithm.global_model,
         **means,
         **ending,
-        "round_seconds": float(np.median([row["seconds"] for row in rows])),
+        "round_seconds": float(np.median([r["seconds"] for r in rows if r["round"]])),
         "compile_seconds": compile_seconds,
         "compilation_cache": jax.config.jax_compilation_cache_dir is not None,
         "codec": config.codec,
@@ -303,6 +303,8 @@ def _mean_bytes_up(per_round: RoundBytes, rows: Sequence[Mapping[str, Any]]) -> 
     for row in rows:
         since = row["round"] - last.get(row["seed"], 0)
         last[row["seed"]] = row["round"]
+        if not since:  # before the first round
+            continue
         total += since * per_round.sent_up(row)
         rounds += since
     return round(total / rounds)
@@ -382,12 +384,12 @@ def labels(
       summaries: what the `summary.json` of each holds.
       options: of the runs.
     """
-    settings = [_settings(summary) for summary in summaries]
+    made_from = [_settings(summary) for summary in summaries]
     result = []
-    for summary, own in zip(summaries, settings):
+    for summary, own in zip(summaries, made_from):
         same = [
             other
-            for other, one in zip(settings, summaries)
+            for other, one in zip(made_from, summaries)
             if one["method"] == summary["method"]
         ]
         differing = [
@@ -413,17 +415,8 @@ def labels(
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is made from, but for its seeds, flat."""
-    config = identity(summary["config"], None)
-    options = config.pop("options")
-    for key in ("seed", "seeds", "data_sha256"):
-        config.pop(key)
-    flat = config | {f"options.{key}": value for key, value in options.items()}
-    shown = {
-        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for key, value in flat.items()
-    }
-    return shown | {"data": str(summary.get("data_sha256"))[:8]}
+    """What a run is made from, but for its seeds."""
+    return settings(summary["config"]) | {"data": str(summary.get("data_sha256"))[:8]}
 
 
 def comparison(

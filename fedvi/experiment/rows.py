@@ -1,11 +1,11 @@
 """Rows of the CSV files that a run writes as it goes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from fedvi.evaluation import Scores, adjusted_rand_index, summarise
+from fedvi.evaluation import Scores, adjusted_rand_index, per_client, summarise
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.setup import Experiment
 from fedvi.federation import RoundMetrics, take
@@ -35,10 +35,11 @@ def evaluation_rows(
     *,
     round_index: int,
     seeds: Sequence[int],
-    metrics: RoundMetrics,
+    measured: Iterable[str],
+    metrics: RoundMetrics | None,
     scores: Mapping[str, Scores],
     clusters: np.ndarray | None,
-    seconds: float,
+    seconds: float | None,
     per_round: RoundBytes,
 ) -> list[dict[str, Any]]:
     """One row per seed.
@@ -54,14 +55,15 @@ def evaluation_rows(
       experiment: what is run.
       round_index: rounds done.
       seeds: the seeds.
-      metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row.
+      measured: names of the clients' metrics.
+      metrics: leaves `[seeds, rounds, ...]`, numpy, of the rounds since the last row;
+        None: before the first round, where nothing was.
       scores: leaves `[seeds, clients, ...]`, numpy, of the `global` models and, where
         evaluated, of the `personal` ones.
       clusters: `[seeds, clients]`, or None.
-      seconds: of one round of one seed, in this block.
+      seconds: of one round of one seed, in this block; None without one.
       per_round: bytes.
     """
-    counted = ~(metrics.empty | metrics.failed).all(-1)
     groups = {"": experiment.trained}
     if len(experiment.novel):
         groups["novel_"] = experiment.novel
@@ -72,12 +74,18 @@ def evaluation_rows(
             "seed": seed,
             "split": experiment.config.evaluated_on,
             "seconds": seconds,
-            **_mean_metrics(take(metrics.metrics, index), counted[index]),
+            **dict.fromkeys(measured),
         }
+        if metrics is not None:
+            block = take(metrics, index)
+            counted = ~(block.empty | block.failed).all(-1)
+            row |= _mean_metrics(block.metrics, counted)
         if "withheld" in row:
-            row["bytes_up"] = int(np.rint(per_round.sent_up(row)))
-        if metrics.choice:
-            row["clipped"] = float(metrics.choice.clipped[index].mean())
+            sent = None if metrics is None else int(np.rint(per_round.sent_up(row)))
+            row["bytes_up"] = sent
+        if experiment.selection.measure is not None:
+            clipped = None if metrics is None else float(block.choice.clipped.mean())
+            row["clipped"] = clipped
         for group, ids in groups.items():
             own = {
                 model: summarise(take(take(tree, index), ids))
@@ -180,16 +188,84 @@ def choice_rows(
     ]
 
 
-def client_rows(experiment: Experiment) -> list[dict[str, Any]]:
-    """One row per client: its number, its natural id if it has one, and its sizes."""
-    data = experiment.data
-    clients = len(data.train.size)
-    ids = range(clients) if data.ids is None else data.ids.tolist()
-    sizes = (np.asarray(part.size).tolist() for part in (data.train, data.test))
-    return [
-        {"client": client, "id": name, "train_size": train, "test_size": test}
-        for client, (name, train, test) in enumerate(zip(ids, *sizes, strict=True))
+def client_rows(
+    experiment: Experiment,
+    seeds: Sequence[int],
+    scores: Mapping[str, Scores] | None = None,
+    clusters: np.ndarray | None = None,
+    further: Sequence[Mapping[str, np.ndarray]] = (),
+) -> list[dict[str, Any]]:
+    """One row per seed and client: who it is, what it holds, how well it is served.
+
+    `client` is its number in all other files, `id` its natural one, if it has one;
+    `novel` is 1 if it never trains; `train_class_c` counts its training examples of
+    class c. After the run: `global_accuracy` (per cent), `global_nll` (nats) and
+    `global_ece` (fraction, from the client's own bins), the same of the `personal`
+    model, and `cluster`. A cell is empty where there is nothing: no test data, no
+    global model. `true_cluster` is there where it is known.
+
+    Args:
+      experiment: what is run.
+      seeds: the seeds.
+      scores: leaves `[seeds, clients, ...]` of the last evaluation's models; None: it
+        is yet to come.
+      clusters: `[seeds, clients]`, or None.
+      further: columns, `[seeds, clients]` each.
+    """
+    per_seed = [
+        _scored_clients(experiment, {m: take(s, i) for m, s in (scores or {}).items()})
+        | ({} if clusters is None else {"cluster": clusters[i]})
+        | {key: column[i] for one in further for key, column in one.items()}
+        for i in range(len(seeds))
     ]
+    known = _described_clients(experiment)
+    return [
+        {"seed": seed, **dict(zip([*known, *own], cells))}
+        for seed, own in zip(seeds, per_seed)
+        for cells in zip(*map(_cells, [*known.values(), *own.values()]), strict=True)
+    ]
+
+
+def _described_clients(experiment: Experiment) -> dict[str, Any]:
+    """Columns of what is known of the clients before training."""
+    data, classes = experiment.data, experiment.data.classes
+    train = data.train
+    clients = np.arange(len(train.size))
+    sizes = np.asarray(train.size)
+    real = np.arange(train.y.shape[1]) < sizes[:, None]
+    labels = clients[:, None] * classes + np.asarray(train.y)
+    counts = np.bincount(labels[real], minlength=clients.size * classes)
+    counts = counts.reshape(clients.size, classes)
+    names = data.class_names or range(classes)
+    columns = {
+        "client": clients,
+        "id": clients if data.ids is None else data.ids,
+        "novel": np.isin(clients, experiment.novel).astype(int),
+        "train_size": sizes,
+        "test_size": np.asarray(data.test.size),
+        **{f"train_class_{name}": counts[:, c] for c, name in enumerate(names)},
+    }
+    return (
+        columns if data.clusters is None else columns | {"true_cluster": data.clusters}
+    )
+
+
+def _scored_clients(
+    experiment: Experiment, scores: Mapping[str, Scores]
+) -> dict[str, Any]:
+    """Columns of how well each client's models predict."""
+    columns = {}
+    for model, own in scores.items():
+        exists = model != "global" or experiment.algorithm.global_model
+        for key, values in per_client(own).items():
+            columns[f"{model}_{key}"] = np.where(exists, values, np.nan)
+    return columns
+
+
+def _cells(column: Any) -> list[Any]:
+    """As Python's own values, which CSV shows shortest; None where there is none."""
+    values = np.asarray(column).tolist()
+    return [None if value != value else value for value in values]  # NaN
 
 
 def _choice_row(client_ids: np.ndarray, choice: Choice) -> dict[str, Any]:

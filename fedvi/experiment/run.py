@@ -3,41 +3,31 @@
 import contextlib
 import dataclasses
 import importlib.util
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from fedvi import __version__ as fedvi_version
 from fedvi.algorithm import Algorithm
 from fedvi.data import class_histogram
-from fedvi.evaluation import Scores
 from fedvi.experiment import (
     checkpoint,
     chunking,
     devices,
-    display,
-    final_measurements,
     folder,
-    plots,
     processes,
     report,
-    rows,
     setup,
 )
 from fedvi.experiment.checkpoint import Kept
-from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.experiment.folder import CsvFile
 from fedvi.experiment.loading import LoadedData, load_data
-from fedvi.experiment.problems import Problems
+from fedvi.experiment.session import Session
 from fedvi.experiment.setup import Experiment, identity
 from fedvi.federation import BaseFederation
 from fedvi.folder_lock import FolderLock
-from fedvi.keys import root_key
 
 __all__ = ["run", "run_all"]
 
@@ -76,11 +66,19 @@ def run(
         _check(runs, builder)
         with _alone([options.run_dir]):
             [experiment] = _prepared(runs, builder, loaded)
-            return _carry_out(experiment, options)
+            return _carry_out([(experiment, options)])[0]
 
 
-def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
-    """Runs experiments one after another; ends with a table that compares them.
+def run_all(
+    runs: Sequence[tuple[ExperimentConfig, RunOptions]],
+    builder: Callable[..., Algorithm] | None = None,
+) -> list[dict]:
+    """Runs experiments; ends with a table that compares them.
+
+    They run one after another, but for those that differ in numbers of their formulas
+    only (options that are `traced`, learning rates, momentum) and in their folders:
+    these share one compiled program, and their results differ from those of the same
+    runs alone by rounding. Each has its folder and checkpoint as if it were alone.
 
     Several runs of one folder also leave there the table and a plot of their learning
     curves (`fedvi.experiment.report`).
@@ -88,6 +86,10 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
     Mistakes in any of them are found before the first one starts: all algorithms are
     built first. Data are loaded once for neighbours that differ in the algorithm and
     its learning rates only.
+
+    Args:
+      runs: what is asked for.
+      builder: as of `run`, of all of them.
 
     Returns:
       What the `summary.json` of each holds; `failed` there says whether a run came to
@@ -97,25 +99,24 @@ def run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
       ValueError: as `run`.
     """
     with processes.printing():
-        return _run_all(runs)
+        return _run_all(runs, builder)
 
 
-def _run_all(runs: Sequence[tuple[ExperimentConfig, RunOptions]]) -> list[dict]:
+def _run_all(
+    runs: Sequence[tuple[ExperimentConfig, RunOptions]],
+    builder: Callable[..., Algorithm] | None,
+) -> list[dict]:
     all_options = [options for _, options in runs]
     common = report.common_folder(all_options)
     processes.agree({"algorithms": [config.method for config, _ in runs]})
-    _check(runs)
+    _check(runs, builder)
     folders = [one.run_dir for one in all_options]
     with _alone(folders if common is None else [common, *folders]):
-        experiments = _prepared(runs, common=common)
+        experiments = _prepared(runs, builder, common=common)
         if common is not None and any(options.overwrite for options in all_options):
             with folder.writing(common):
                 processes.on_first(lambda: report.clear_comparison(common))
-        summaries = []
-        for experiment, options in zip(experiments, all_options):
-            config = experiment.config
-            print(f"\n{config.method} on {config.dataset} -> {options.run_dir}")
-            summaries.append(_carry_out(experiment, options))
+        summaries = _carry_out(list(zip(experiments, all_options)))
         text = report.comparison(summaries, all_options)
         if common is not None:
             processes.on_first(
@@ -206,14 +207,7 @@ def _prepared(
     def build():
         shared, shared_for, experiments = loaded, None, []
         for config, options in runs:
-            setting = dataclasses.replace(
-                config,
-                algorithm="",
-                options={},
-                selection="uniform",
-                learning_rate=1.0,
-                finetune_learning_rate=1.0,
-            )
+            setting = config.of_data()
             if new := loaded is None and setting != shared_for:
                 shared, shared_for = load_data(config), setting
                 print(class_histogram(shared.federated))
@@ -230,51 +224,125 @@ def _prepared(
     return experiments
 
 
-def _carry_out(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
-    """Runs what is prepared; returns its summary."""
-    run_dir = Path(options.run_dir)
-    resuming = processes.on_first(
-        lambda: not options.overwrite and folder.prepare(run_dir, resume=options.resume)
-    )
-    if resuming and (
-        finished := processes.on_first(lambda: _finished(experiment, options))
-    ):
-        print(f"{run_dir} holds this run, finished: nothing to do")
-        return finished
-    processes.on_first(lambda: folder.make(run_dir))
-    with folder.writing(run_dir):
-        return _train(experiment, options, resuming)
+# A run, or several that share a program.
+
+Run = tuple[Experiment, RunOptions]
 
 
-def _train(
-    experiment: Experiment, options: RunOptions, resuming: bool
-) -> dict[str, Any]:
-    config, run_dir = experiment.config, Path(options.run_dir)
+def _carry_out(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs what is prepared; returns the summaries, in order.
+
+    Runs that share a program go together, unless some are further than others.
+    """
+    summaries: dict[int, dict[str, Any]] = {}
+    groups: dict[Any, list[tuple[int, Run, bool]]] = {}
+    for number, (experiment, options) in enumerate(runs):
+        run_dir = Path(options.run_dir)
+        resuming = processes.on_first(
+            lambda options=options: (
+                not options.overwrite
+                and folder.prepare(options.run_dir, resume=options.resume)
+            )
+        )
+        if resuming and (
+            finished := processes.on_first(
+                lambda one=(experiment, options): _finished(*one)
+            )
+        ):
+            print(f"{run_dir} holds this run, finished: nothing to do")
+            summaries[number] = finished
+            continue
+        processes.on_first(lambda run_dir=run_dir: folder.make(run_dir))
+        key = setup.program_of(experiment, options) or number
+        groups.setdefault(key, []).append((number, (experiment, options), resuming))
+    if len(runs) > 1:
+        print(_sharing([[one for _, (one, _), _ in own] for own in groups.values()]))
+    for group in groups.values():
+        numbers, own, resuming = zip(*group)
+        names = ", ".join(options.run_dir for _, options in own)
+        print(f"\n{own[0][0].config.method} on {own[0][0].config.dataset} -> {names}")
+        summaries |= zip(numbers, _train(own, resuming))
+    return [summaries[number] for number in range(len(runs))]
+
+
+def _sharing(groups: Sequence[Sequence[Experiment]]) -> str:
+    """One line: how many programs there are, and why."""
+    line = f"{sum(map(len, groups))} runs, {len(groups)} compiled programs"
+    shared = dict.fromkeys(name for own in groups for name in setup.differing(own)[0])
+    if shared:
+        line += f"; one program for all values of {', '.join(shared)}"
+    if len(groups) > 1:
+        firsts = [setup.flat_settings(own[0].config) for own in groups]
+        names = [
+            name
+            for name in dict.fromkeys(name for one in firsts for name in one)
+            if name not in shared and len({str(o.get(name)) for o in firsts}) > 1
+        ]
+        line += f"; another for each of {', '.join(names) or 'them'}"
+    return line
+
+
+def _train(runs: Sequence[Run], resuming: Sequence[bool]) -> list[dict[str, Any]]:
+    """Trains runs that share a program; those that were stopped after different rounds
+    go one group after another."""
+    experiment, options = runs[0]
+    settings = setup.differing([experiment for experiment, _ in runs])
     mesh = devices.mesh(options.devices, options.model_devices, experiment.together)
-    federation = setup.federation(experiment, options, mesh)
-    shapes = federation.shapes(config.seeds)
-    restored = None
-    if resuming:
+    federation = setup.federation(experiment, options, mesh, settings[0])
+    stretches: dict[int, list[tuple[int, Kept | None]]] = {}
+    for number, (one, resumes) in enumerate(zip(runs, resuming)):
+        restored = _restored(*one, federation) if resumes else None
+        if one[1].resume and restored is None:
+            print(
+                f"{one[1].run_dir} holds no checkpoint: starting with the first round"
+            )
+        done = -1 if restored is None else restored.round
+        stretches.setdefault(done, []).append((number, restored))
+    summaries: dict[int, dict[str, Any]] = {}
+    for done, members in stretches.items():
+        numbers, restored = zip(*members)
+        own = [runs[number] for number in numbers]
+        with contextlib.ExitStack() as stack:
+            for _, one in own:
+                stack.enter_context(folder.writing(one.run_dir))
+            shapes = federation.shapes(sum(e.config.seeds for e, _ in own))
+            chosen, planned = chunking.grouped(federation, experiment, options, shapes)
+            print(chosen.reason)
+            for _, one in own:
+                if one.overwrite:
+                    processes.on_first(
+                        lambda one=one: folder.prepare(one.run_dir, overwrite=True)
+                    )
+            session = Session(
+                own,
+                planned,
+                [settings[number] for number in numbers],
+                None if done < 0 else restored,
+            )
+            session.compile()
+            session.train()
+            summaries |= zip(numbers, session.finish(chosen.reason))
+    return [summaries[number] for number in range(len(runs))]
+
+
+def _restored(
+    experiment: Experiment, options: RunOptions, federation: BaseFederation
+) -> Kept | None:
+    """What the run's checkpoint holds; None: there is none."""
+    run_dir = Path(options.run_dir)
+    # As if the run had been alone: what is traced is no part of its checkpoint.
+    shapes = federation.shapes(experiment.config.seeds)._replace(settings=())
+    with folder.writing(run_dir):
         restored = processes.everywhere(
             lambda: checkpoint.restore_run(experiment, run_dir, shapes)
         )
-        processes.agree(
-            {f"the round of {run_dir}'s checkpoint": restored and restored.round}
-        )
-    if restored is not None:
-        processes.on_first(
-            lambda: checkpoint.check_rows(config, run_dir, restored.round)
-        )
-    if options.resume and restored is None:
-        print(f"{run_dir} holds no checkpoint: starting with the first round")
-    chosen, federation = chunking.grouped(federation, experiment, options, shapes)
-    print(chosen.reason)
-    if options.overwrite:
-        processes.on_first(lambda: folder.prepare(run_dir, overwrite=True))
-    session = Session(experiment, options, federation, restored)
-    session.compile()
-    session.train()
-    return session.finish(chosen.reason)
+        done = restored and restored.round
+        processes.agree({f"the round of {run_dir}'s checkpoint": done})
+        if restored is not None:
+            processes.on_first(
+                lambda: checkpoint.check_rows(experiment.config, run_dir, done)
+            )
+    return restored
 
 
 def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
@@ -296,207 +364,3 @@ def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(folder.damaged(path, why)) from error
     return found
-
-
-# The run itself.
-
-
-class Session:
-    """A run of all its seeds: blocks of rounds, evaluations, checkpoints, its folder.
-
-    Args:
-      experiment: what is run.
-      options: where and how.
-      federation: its clients, grouped as planned.
-      restored: where to go on; None: at the beginning.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        options: RunOptions,
-        federation: BaseFederation,
-        restored: Kept | None = None,
-    ):
-        self.experiment, self.config = experiment, experiment.config
-        self.options, self.federation = options, federation
-        self.run_dir = Path(options.run_dir)
-        self.seeds = range(self.config.seed, self.config.seed + self.config.seeds)
-        self.per_round = bytes_per_round(experiment, federation.messages)
-        self.scores: dict[str, Scores] = {}
-        self.finite = np.ones(len(self.seeds), bool)
-        self.clusters: np.ndarray | None = None
-        done = -1 if restored is None else restored.round
-        processes.on_first(lambda: self._open(done))
-        if restored is None:
-            keys = jax.vmap(root_key)(np.array(self.seeds, np.uint32))
-            restored = Kept(federation.init(keys), 0, Problems())
-        else:
-            print(f"resumed after round {restored.round} of {self.config.rounds}")
-        self.states, self.round, self.problems = restored
-
-    def _open(self, done: int) -> None:
-        """Brings the run folder's files to round `done`; -1: to before the first."""
-        for name in (folder.METRICS, folder.SELECTION):
-            CsvFile(self.run_dir / name).drop_after(done)
-        if done < 0:
-            folder.remove(self.run_dir / folder.STORE)
-        (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
-        folder.write_json(self.run_dir / folder.CONFIG, self.config.to_dict())
-        clients = rows.client_rows(self.experiment)
-        folder.write_csv(self.run_dir / folder.CLIENTS, clients)
-
-    def compile(self) -> None:
-        """Compiles what is left of the run, so that nothing waits in the middle."""
-        for n in sorted(set(self.config.blocks(self.round))):
-            self.federation.compile("rounds", self.states, n=n)
-        self.federation.compile("evaluate", self.states)
-        self.federation.compile("evaluate_personal", self.states)
-        print(f"compiled in {self.federation.compile_seconds:.1f} s")
-
-    def train(self) -> None:
-        """Blocks of rounds, each with its evaluation, until all rounds are done."""
-        writes = processes.is_first()
-        metrics = CsvFile(self.run_dir / folder.METRICS) if writes else None
-        choices = CsvFile(self.run_dir / folder.SELECTION) if writes else None
-        with (
-            display.event_files(self.options, self.round) as write_scalars,
-            display.RunProgress(
-                self.config.method, self.config.rounds, self.round
-            ) as progress,
-        ):
-            evaluations = 0
-            for n in self.config.blocks(self.round):
-                evaluation, chosen, lines = self._block(n)
-                for line in lines:
-                    progress.print(line)
-                if writes:
-                    choices.append(*chosen)
-                    # Before the checkpoint, so that no row can be missing.
-                    metrics.append(*evaluation)
-                    write_scalars(evaluation)
-                evaluations += 1
-                if evaluations % self.options.checkpoint_every == 0:
-                    self._save()
-                progress.advance(n, self._status(evaluation))
-            if evaluations % self.options.checkpoint_every:
-                self._save()
-            if not self.scores:  # resumed after the last round
-                self._evaluate(personal=True)
-
-    def _block(self, n: int) -> tuple[list[dict], list[dict], list[str]]:
-        """`n` rounds and an evaluation: (rows, rows of choices, lines for the user)."""
-        compiled, start = self.federation.compile_seconds, time.perf_counter()
-        self.states, metrics = jax.block_until_ready(
-            self.federation.rounds(self.states, n)
-        )
-        seconds = time.perf_counter() - start
-        seconds -= self.federation.compile_seconds - compiled
-        metrics = jax.tree.map(np.asarray, metrics)
-        lines = self.problems.add(self.round + 1, self.seeds, metrics)
-        chosen = rows.choice_rows(self.round + 1, self.seeds, metrics)
-        self.round += n
-        self._evaluate(personal=self.config.personal_too(self.round))
-        evaluation = rows.evaluation_rows(
-            self.experiment,
-            round_index=self.round,
-            seeds=self.seeds,
-            metrics=metrics,
-            scores=self.scores,
-            clusters=self.clusters,
-            seconds=seconds / n / len(self.seeds),
-            per_round=self.per_round,
-        )
-        classes = self.experiment.data.classes
-        for row, finite in zip(evaluation, self.finite):
-            if trouble := rows.trouble(row, classes, finite):
-                lines.append(
-                    f"WARNING: seed {row['seed']}: {trouble} after round {self.round}; "
-                    "a smaller learning_rate may help"
-                )
-        return evaluation, chosen, lines
-
-    def _evaluate(self, personal: bool) -> None:
-        federation, states = self.federation, self.states
-        self.scores = {"global": jax.device_get(federation.evaluate(states))}
-        self.finite = jax.device_get(federation.finite(states))
-        if self.experiment.algorithm.assign is not None:
-            self.clusters = jax.device_get(federation.clusters(states))
-        if personal:
-            scores = federation.evaluate_personal(states)
-            self.scores["personal"] = jax.device_get(scores)
-
-    def _save(self) -> None:
-        checkpoint.save_run(
-            self.experiment,
-            self.run_dir,
-            self.federation,
-            Kept(self.states, self.round, self.problems),
-        )
-
-    def _status(self, evaluation: Sequence[dict]) -> str:
-        """One line on the last evaluation, means over the seeds."""
-
-        def mean(key):
-            known = [row[key] for row in evaluation if row[key] is not None]
-            return np.mean(known) if known else np.nan
-
-        first = evaluation[0]
-        parts = [f"round {self.round}/{self.config.rounds}"]
-        if "loss" in first:
-            parts.append(f"loss {mean('loss'):.3f}")
-        parts.append(f"{self.config.evaluated_on} accuracy")
-        if self.experiment.algorithm.global_model:
-            parts.append(f"global {mean('global_accuracy'):.2f} %")
-        if "personal" in self.scores:
-            parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
-            if "novel_personal_accuracy" in first:
-                parts.append(f"novel {mean('novel_personal_accuracy'):.2f} %")
-        if "adjusted_rand" in first:
-            parts.append(f"adjusted Rand {mean('adjusted_rand'):.2f}")
-        parts.append(f"{mean('seconds'):.3f} s/round")
-        return "  ".join(parts)
-
-    def finish(self, plan_line: str) -> dict[str, Any]:
-        """What is measured once, plots, `summary.json`; all processes get what that
-        holds."""
-        config, compiled = self.config, self.federation.compile_seconds
-        curve, uncertainty, out = None, None, None
-        if config.finetune_curve:
-            curve, seconds = final_measurements.finetune_curve(
-                self.experiment, self.federation, self.states
-            )
-            compiled += seconds
-        if self.experiment.ood is not None:
-            out, uncertainty = final_measurements.out_of_distribution(
-                self.experiment, self.federation, self.states, self.options.stream
-            )
-
-        def write():
-            evaluations = folder.metrics_rows(self.run_dir)
-            result = report.summary(
-                self.experiment,
-                rows=evaluations,
-                problems=self.problems.to_dict(),
-                finite=self.finite,
-                clusters=self.clusters,
-                ending={"finetune_curve": curve, "ood": out},
-                compile_seconds=compiled,
-                plan=plan_line,
-                devices=list(self.federation.mesh.devices.flat),
-                per_round=self.per_round,
-            )
-            drawn = plots.draw(
-                self.run_dir,
-                self.experiment,
-                rows=evaluations,
-                scores=self.scores,
-                uncertainty=uncertainty,
-                summary=result,
-            )
-            folder.write_json(self.run_dir / folder.SUMMARY, result)
-            if not drawn:
-                print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
-            return result
-
-        return processes.on_first(write)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from fedvi.experiment.config import (
     participants,
 )
 from fedvi.experiment.loading import LoadedData, load_data
+from fedvi.experiment.npz_tree import canonical
 from fedvi.federation import BaseFederation, Federation
 from fedvi.local import OPTIMIZERS, LocalTraining
 from fedvi.options import check_names
@@ -31,13 +32,21 @@ from fedvi.selection import Selection
 from fedvi.streaming import StreamedFederation
 
 __all__ = [
+    "PATHS",
     "Experiment",
     "applied",
+    "differing",
     "experiment",
     "federation",
     "identity",
+    "program_of",
     "resolve",
+    "settings",
 ]
+
+
+PATHS = ("data_file", "second_data_file", "ood_data_file", "data_dir")
+"""Settings that say where data lie, and not what they are."""
 
 
 class Experiment(NamedTuple):
@@ -78,6 +87,30 @@ class Experiment(NamedTuple):
             return len(self.trained)
         return self.selection.size
 
+    def numbers(self) -> dict[str, float]:
+        """The settings that are numbers in formulas, by name: those of the
+        configuration, and of the algorithm's options, that may be traced."""
+        known = getattr(self.build_algorithm.func, "options", None)
+        if known is None:  # a plain function, which may ask what its numbers are
+            return {}
+        values = {
+            field.name: getattr(owner, field.name)
+            for owner in (self.config, known(**self.config.options))
+            for field in dataclasses.fields(owner)
+            if field.metadata.get("traced")
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def algorithm_of(self, numbers: Mapping[str, Any]) -> Algorithm:
+        """The algorithm with others of its `numbers`, which may be traced."""
+        fields = {field.name for field in dataclasses.fields(self.config)}
+        own = {name: value for name, value in numbers.items() if name in fields}
+        config = dataclasses.replace(self.config, **own)
+        training, finetuning = _local_training(config)
+        task = self.task._replace(training=training, finetuning=finetuning)
+        options = {name: value for name, value in numbers.items() if name not in own}
+        return self.build_algorithm(task, **options)
+
     def finetuned(self, epochs: int) -> Algorithm:
         """The algorithm with another number of epochs of personalisation."""
         finetuning = self.task.finetuning._replace(epochs=epochs)
@@ -113,9 +146,24 @@ def identity(config: Mapping[str, Any], data_sha256: str | None) -> dict[str, An
       config: of `ExperimentConfig.to_dict`.
       data_sha256: of the clients' examples.
     """
-    paths = ("data_file", "second_data_file", "ood_data_file", "data_dir")
-    settings = {key: value for key, value in config.items() if key not in paths}
+    settings = {key: value for key, value in config.items() if key not in PATHS}
     return settings | {"data_sha256": data_sha256}
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is made from, but for its data's places and its seeds, flat: an option
+    of the algorithm is `options.name`, a sequence text with commas.
+
+    Args:
+      config: of `ExperimentConfig.to_dict`.
+    """
+    plain = {k: v for k, v in config.items() if k not in (*PATHS, "seed", "seeds")}
+    options = plain.pop("options")
+    flat = plain | {f"options.{key}": value for key, value in options.items()}
+    return {
+        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        for key, value in flat.items()
+    }
 
 
 def experiment(
@@ -154,8 +202,9 @@ def experiment(
     )
     model = model if model_devices == 1 else layered(model)
     task = Task.of(model, train, *_local_training(config), candidates=trained)
-    builder = builder or partial(algorithms.build, config.algorithm)
-    build_algorithm = partial(builder, **config.options)
+    build_algorithm = partial(
+        builder or algorithms.ALGORITHMS[config.algorithm], **config.options
+    )
     algorithm = build_algorithm(task)
     if algorithm.cohort == "all":
         config = dataclasses.replace(config, selection="uniform")
@@ -345,10 +394,56 @@ def _most_frequent(labels: np.ndarray) -> int:
     return int(np.bincount(labels).argmax()) if labels.size else -1
 
 
+def program_of(experiment: Experiment, options: RunOptions) -> str | None:
+    """What runs that share a compiled program have in common; None: it can have no
+    other of its kind.
+
+    Clients on disk go one run after another, and several processes too.
+    """
+    if options.stream or jax.process_count() > 1 or not experiment.numbers():
+        return None
+    config = experiment.config.to_dict()
+    config["options"] = dict(config["options"])
+    for name in experiment.numbers():
+        (config if name in config else config["options"])[name] = None
+    config["seed"] = config["seeds"] = None
+    how = dataclasses.asdict(options) | {"run_dir": None}
+    return canonical([config, how, experiment.data_sha256])
+
+
+def flat_settings(config: ExperimentConfig) -> dict[str, Any]:
+    """All settings by name, those of the algorithm among them."""
+    settings = config.to_dict()
+    return settings | settings.pop("options")
+
+
+def differing(experiments: Sequence[Experiment]) -> list[dict[str, float]]:
+    """Per experiment those of its numbers that are not the same in all; {} of one."""
+    numbers = [experiment.numbers() for experiment in experiments]
+    names = [
+        name
+        for name, value in numbers[0].items()
+        if any(other[name] != value for other in numbers)
+    ]
+    return [{name: own[name] for name in names} for own in numbers]
+
+
 def federation(
-    experiment: Experiment, options: RunOptions, mesh: Mesh
+    experiment: Experiment,
+    options: RunOptions,
+    mesh: Mesh | None,
+    settings: Any = (),
+    read_only: bool = False,
 ) -> BaseFederation:
-    """The federation of an experiment, its clients in memory or streamed."""
+    """The federation of an experiment, its clients in memory or streamed.
+
+    Args:
+      experiment: what is run.
+      options: where and how.
+      mesh: of the devices; None: one of them.
+      settings: those of `Experiment.numbers` that its runs may differ in; () for none.
+      read_only: as of `StreamedFederation`.
+    """
     train, test = experiment.data.train, experiment.data.test
     common = {
         "selection": experiment.selection,
@@ -357,12 +452,14 @@ def federation(
         "codec": codecs.named(experiment.config.codec),
     }
     if not options.stream:
-        return Federation(experiment.algorithm, train, test, **common)
+        algorithm = experiment.algorithm_of if settings else experiment.algorithm
+        return Federation(algorithm, train, test, settings=settings, **common)
     return StreamedFederation(
         experiment.algorithm,
         data.ClientArrays(train),
         data.ClientArrays(test),
         store=os.path.join(options.run_dir, folder.STORE),
+        read_only=read_only,
         block_size=options.block_size,
         **common,
     )

@@ -177,7 +177,9 @@ def test_a_newcomer_learns_personalised_factors_only(plain, someone, train):
     algorithm = bpfed(plain, zeta=0.3, sampling="weight", eps_scale=0.0)
     data, size = one_client(train, 1), 13
     personalise = jax.jit(algorithm.personalise)
-    assert_equal(personalise(KEY, server, client, data), client.personal.posterior)
+    known, own = algorithm.kept(server, client)
+    assert known
+    assert_equal(own, client.personal.posterior)
     newcomer = client._replace(updates=jnp.int32(0))
     adapted = personalise(KEY, server, newcomer, data)
     assert_equal(half(adapted, "shared"), server.posterior)

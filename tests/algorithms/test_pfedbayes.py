@@ -278,8 +278,10 @@ def test_who_took_part_predicts_with_q_and_a_newcomer_adapts_first(
     algorithm = pfedbayes(plain, zeta=0.5, eps_scale=0.0)
     personalise = jax.jit(algorithm.personalise)
     data, size = one_client(train, 1), 13
-    assert_equal(personalise(KEY, server, client, data), client.personal.posterior)
+    assert algorithm.kept(server, client)[0]
+    assert_equal(algorithm.kept(server, client)[1], client.personal.posterior)
     newcomer = client._replace(updates=jnp.int32(0))
+    assert not algorithm.kept(server, newcomer)[0]
     adapted = personalise(KEY, server, newcomer, data)
     # From w, whatever its own state is, with w held where it is and fresh momentum,
     # one step a minibatch.

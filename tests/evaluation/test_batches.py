@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import entropy
 
 from fedvi.data import ClientData
-from fedvi.evaluation import score_in_batches, uncertainty_in_batches
+from fedvi.evaluation import predictions_in_batches, score_in_batches
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(10, 3)).astype(np.float32), RNG.integers(0, 3, 10)
@@ -55,7 +55,7 @@ def predict_draws(number, x, mask):
 def test_every_example_has_its_own_figures(batch_size):
     @jax.jit
     def run(data):
-        found = uncertainty_in_batches(predict_draws, data, batch_size)
+        found = predictions_in_batches(predict_draws, data, batch_size)
         return found, score_in_batches(predict_draws, data, batch_size)
 
     for size in (10, 7, 0):
@@ -65,7 +65,11 @@ def test_every_example_has_its_own_figures(batch_size):
         p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         total = entropy(p.mean(0), axis=-1)
         information = total - entropy(p, axis=-1).mean(0)
-        for values, expected in ((found[0], total), (found[1], information)):
+        for values, expected in (
+            (found.log_probs, np.log(p.mean(0))),
+            (found.entropy, total),
+            (found.mutual_information, information),
+        ):
             np.testing.assert_allclose(values[:size], expected, rtol=1e-4, atol=1e-6)
             assert not np.any(values[size:])
         np.testing.assert_allclose(scores.entropy, total.sum(), rtol=1e-5)

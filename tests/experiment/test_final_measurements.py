@@ -162,7 +162,7 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
     path = straight / folder.CHECKPOINT
     states, _ = npz_tree.restore(path, federation.shapes(2))
     state = take(states, 1)
-    pair = federation.uncertainty_personal(state, built.data.test, built.ood)
+    pair = federation.predictions_personal(state, built.data.test, built.ood)
     for name in ("entropy", "mutual_information"):
         values = [
             np.asarray(getattr(one, name))[built.trained][

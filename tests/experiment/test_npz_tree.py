@@ -276,3 +276,20 @@ def test_kill_9_leaves_a_whole_checkpoint(tmp_path):
         for child in children:
             child.kill()
             child.wait()
+
+
+def test_a_tree_is_read_back_without_a_likeness(tmp_path):
+    tree = {
+        "scores": {
+            "a b": Moments(np.arange(3.0), np.int8([[1]])),
+            "x": np.ones((0, 2)),
+        },
+        "pair": (Moments(np.int32(3), np.zeros(1)), jnp.ones(2, jnp.bfloat16)),
+    }
+    npz_tree.save(tmp_path / "tree.npz", tree, {"note": 1})
+    found, note = npz_tree.read(tmp_path / "tree.npz")
+    assert note == {"note": 1}
+    assert found["pair"][0]._fields == Moments._fields
+    found["pair"] = (Moments(*found["pair"][0]), found["pair"][1])
+    found["scores"]["a b"] = Moments(*found["scores"]["a b"])
+    assert_same(found, jax.tree.map(np.asarray, tree))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi import algorithms, data, experiment
+from fedvi import __version__, algorithms, data, experiment
 from fedvi.experiment import folder, load_data, npz_tree, report, setup
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.folder_lock import FolderLock
@@ -86,7 +86,8 @@ def test_the_folder_holds_every_file(run_dir):
         folder.STORE,
     }
     assert {p.name for p in run_dir.iterdir()} == set(folder.RUN_FILES) - asked_for
-    assert json.loads((run_dir / folder.CONFIG).read_text()) == RESOLVED
+    config = json.loads((run_dir / folder.CONFIG).read_text())
+    assert config == {"fedvi": __version__} | RESOLVED
     for name in (folder.LEARNING_CURVES, folder.RELIABILITY, folder.UNCERTAINTY):
         assert (run_dir / name).read_bytes()[:4] == b"\x89PNG"
 

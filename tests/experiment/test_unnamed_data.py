@@ -128,16 +128,21 @@ def test_clients_keep_their_natural_ids(three, tmp_path):
     """C25, issue 13.12: hospital_10 is not client 2, and the run folder says who is."""
     built = setup.experiment(config(three))
     expected = [f"hospital_{site}" for site in (1, 2, 3, 10)]
-    found = rows.client_rows(built)
+    found = rows.client_rows(built, [0])
     assert [row["id"] for row in found] == expected
     assert found[3] == {
+        "seed": 0,
         "client": 3,
         "id": "hospital_10",
+        "novel": 0,
         "train_size": 12,
         "test_size": 6,
+        "train_class_ant": 4,
+        "train_class_bee": 4,
+        "train_class_cat": 4,
     }
     plain = setup.experiment(config(three, partition="iid", clients=2))
-    assert [row["id"] for row in rows.client_rows(plain)] == [0, 1]
+    assert [row["id"] for row in rows.client_rows(plain, [0])] == [0, 1]
 
     path = tmp_path / folder.CLIENTS
     folder.write_csv(path, found)
