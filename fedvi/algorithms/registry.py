@@ -115,7 +115,8 @@ def find(name: str) -> Callable[..., Algorithm]:
       name: that it is registered under, or where it lies, `package.module:builder`.
 
     Raises:
-      ValueError: there is none, or no builder, or its module cannot be imported.
+      ValueError: there is none, or no builder, or its module cannot be imported. A
+        builder of a user's own raises nothing else.
     """
     if not names.is_path(name):
         checks.one_of("algorithm", name, ALGORITHMS)
@@ -128,7 +129,13 @@ def find(name: str) -> Callable[..., Algorithm]:
         )
     found = names.imported("algorithm", name, ALGORITHMS)
     _check_builder(found, f"algorithm={name!r}")
-    return found
+
+    @functools.wraps(found)
+    def build_own(task: Task, **options) -> Algorithm:
+        with names.told("algorithm", name):
+            return found(task, **options)
+
+    return build_own
 
 
 def options_of(name: str) -> type[Options]:
@@ -145,10 +152,6 @@ def build(name: str, task: Task, **options) -> Algorithm:
 
     Raises:
       ValueError: unknown name, or an option that the algorithm does not take or that
-        is outside its range; anything that a builder of a user's own raises.
+        is outside its range.
     """
-    builder = find(name)
-    if not names.is_path(name):
-        return builder(task, **options)
-    with names.told("algorithm", name):
-        return builder(task, **options)
+    return find(name)(task, **options)

@@ -21,10 +21,16 @@ from absl import flags
 from fedvi import names
 from fedvi.algorithms import ALGORITHMS, find, options_of
 from fedvi.experiment import flag_files, flag_help, processes, report
-from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
+from fedvi.experiment.config import (
+    CRITERIA,
+    ExperimentConfig,
+    HostOptions,
+    RunOptions,
+)
 from fedvi.experiment.ending import Ending
 from fedvi.experiment.flag_kinds import define_one, several
 from fedvi.experiment.run import run_all
+from fedvi.experiment.sweep import FIXED, sweep_all
 from fedvi.options import check_one, choices_of, range_of, text_of
 
 __all__ = [
@@ -39,12 +45,6 @@ __all__ = [
 
 # Defined by absl when it parses.
 _FLAGS_OF_ABSL = ("help", "helpfull", "helpshort", "helpxml", "flagfile", "undefok")
-# Fields of the configuration that no sweep goes over, and what to give instead.
-_NOT_SWEPT = {
-    "algorithm": "give several names to --algorithm",
-    "seed": "give --seeds",
-    "seeds": "give --seeds",
-}
 
 # `--helpfull` lists the flags under the script that calls `start`.
 flags.disclaim_key_flags()
@@ -62,8 +62,8 @@ def start(
 ) -> NoReturn:
     """Runs a script: defines and parses the flags, calls `main` with the runs.
 
-    With `--sweep` it calls `fedvi.experiment.sweep.sweep` with each of them instead. A
-    script of a user's own registers algorithms before (`fedvi.algorithms.register`).
+    With `--sweep` it calls `fedvi.experiment.sweep_all` with them instead. A script of
+    a user's own registers algorithms before (`fedvi.algorithms.register`).
 
     A mistake in the flags ends in one line and exit code 2; a `ValueError` of fedvi,
     or a failed run among the summaries that `main` returns, in one line and exit
@@ -106,8 +106,9 @@ def start(
             processes.join(hosts, flags.FLAGS.devices)
             if hosts.several:
                 ending.watch(hosts.lost_timeout)
-            problem = _sweep(runs, grid) if grid else _failed(main(runs))
-            if problem:
+            if grid:
+                sweep_all(runs, grid, choose_by=flags.FLAGS.choose_by)
+            elif problem := _failed(main(runs)):
                 ending.leave(1, problem)
             sys.stdout.flush()
             ending.done()
@@ -138,15 +139,6 @@ def _help(title: str | None) -> str:
     title = title or sys.modules["__main__"].__doc__ or f"{sys.argv[0]} --flag=value"
     algorithms = dict.fromkeys(name for name, _ in map(_split, flags.FLAGS.algorithm))
     return flag_help.help_text(flags.FLAGS, title, list(algorithms))
-
-
-def _sweep(
-    runs: Sequence[tuple[ExperimentConfig, RunOptions]], grid: Mapping[str, tuple]
-) -> None:
-    from fedvi.experiment.sweep import sweep
-
-    for config, options in runs:
-        sweep(config, grid, options)
 
 
 def _use_cache(folder: str) -> None:
@@ -274,6 +266,14 @@ def define(
         "themselves have ';' between them",  # absl adds that it may be repeated
         flag_values=flag_values,
     )
+    define_one(
+        "choose_by",
+        str,
+        CRITERIA,
+        "personal_nll",
+        f"What a sweep with --validation_fraction chooses by: {', '.join(CRITERIA)}.",
+        flag_values,
+    )
     default = defaults.get("algorithm", "").split(",")
     named = [*(_split(one)[0] for one in default), *_named_algorithms(arguments)]
     for option, takers in _algorithm_options(filter(names.is_path, named)).items():
@@ -395,10 +395,10 @@ def read_sweep(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, tuple]:
     """The settings that `--sweep` asks for: name to values, each as its flag has it.
 
     Raises:
-      flags.Error: no setting of the experiment or of every chosen algorithm, one named
+      flags.Error: no setting of the experiment or of a chosen algorithm, one named
         twice, or a value that is not allowed.
     """
-    algorithms = list(dict.fromkeys(_split(one)[0] for one in flag_values.algorithm))
+    algorithms = dict.fromkeys(_split(one)[0] for one in flag_values.algorithm)
     owners = [ExperimentConfig, *map(options_of, algorithms)]
     grid: dict[str, tuple] = {}
     for text in flag_values.sweep or ():
@@ -406,40 +406,32 @@ def read_sweep(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, tuple]:
         try:
             if name in grid:
                 raise ValueError(f"{name} is named twice")
-            grid[name] = _swept(name, listed, owners, algorithms, flag_values)
+            grid[name] = _swept(name, listed, owners, flag_values)
         except ValueError as error:
             raise flags.IllegalFlagValueError(f"flag --sweep={text}: {error}") from None
     return grid
 
 
 def _swept(
-    name: str,
-    listed: str,
-    owners: Sequence[type],
-    algorithms: Sequence[str],
-    flag_values: flags.FlagValues,
+    name: str, listed: str, owners: Sequence[type], flag_values: flags.FlagValues
 ) -> tuple:
     """The values of one `--sweep`, checked.
 
     Args:
       name: of the setting.
       listed: what is to be its values.
-      owners: the classes that it may be a field of: the configuration's, and one for
-        each of `algorithms`, which must all have it.
-      algorithms: that are run.
+      owners: the classes that it may be a field of.
       flag_values: has its flag.
     """
-    if name in _NOT_SWEPT:
-        raise ValueError(f"{name} is not swept over: {_NOT_SWEPT[name]}")
-    config, *others = [
-        {field.name: (owner, field) for field in dataclasses.fields(owner)}
-        for owner in owners
-    ]
-    fields = [config[name]] if name in config else [one.get(name) for one in others]
-    if None in fields or name == "options":
-        known = [*config, *(key for one in others for key in one)]
+    if name in FIXED:
+        raise ValueError(f"{name} is one for all cells: give --{name}")
+    fields = [(owner, field) for owner in owners for field in dataclasses.fields(owner)]
+    own = [(owner, field) for owner, field in fields if field.name == name]
+    if not own:
+        known = [field.name for _, field in fields]
         raise ValueError(
-            f"{name} is no setting of {', '.join(algorithms)}{names.near(name, known)}"
+            f"{name} is no setting of the experiment or of the chosen methods"
+            f"{names.near(name, known)}"
         )
     flag = flag_values[name]
     parts = listed.split(";" if several(flag) else ",")
@@ -448,7 +440,7 @@ def _swept(
     values = tuple(flag.parser.parse(part) for part in parts)
     if twice := [value for value in values if values.count(value) > 1]:
         raise ValueError(f"the value {twice[0]} is given twice")
-    for owner, field in fields:
+    for owner, field in own:
         for value in values:
             check_one(field, typing.get_type_hints(owner)[name], value)
     return values

@@ -37,7 +37,7 @@ def help_text(
         group_of = groups_of(config)
         for name, entry in zip(_names(config), _entries(config, flag_values)):
             groups.setdefault(group_of[name], []).append(entry)
-    own = ("name", "sweep", "compilation_cache")
+    own = ("name", "sweep", "choose_by", "compilation_cache")
     groups["run"] += [_own(flag_values[name]) for name in own]
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     lines = [

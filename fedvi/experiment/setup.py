@@ -202,9 +202,8 @@ def experiment(
     )
     model = model if model_devices == 1 else layered(model)
     task = Task.of(model, train, *_local_training(config), candidates=trained)
-    build_algorithm = partial(
-        builder or algorithms.ALGORITHMS[config.algorithm], **config.options
-    )
+    builder = builder or algorithms.find(config.algorithm)
+    build_algorithm = partial(builder, **config.options)
     algorithm = build_algorithm(task)
     if algorithm.cohort == "all":
         config = dataclasses.replace(config, selection="uniform")

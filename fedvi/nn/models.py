@@ -276,29 +276,45 @@ def _build_own(
     given = {"classes": classes, "input_shape": input_shape, **options}
     if not isinstance(builder, type):  # a module's own field of the name is no wish
         given |= {"preprocess": preprocess, "dtype": dtype}
+    given = {key: value for key, value in given.items() if key in taken}
     with names.told("model", path):
-        made = builder(**{key: given[key] for key in given if key in taken})
-        if "preprocess" in taken:
-            preprocess = None
-        if isinstance(made, nn.Module):
-            made = from_flax(
-                made, input_shape, head=HEAD, preprocess=preprocess, dtype=dtype
-            )
-        elif "dtype" not in taken and jnp.dtype(dtype) != jnp.float32:
-            raise ValueError(f"it takes no dtype={str(dtype)!r}")
-        elif preprocess is not None and isinstance(made, Model):
-            made = preprocessed(made, preprocess)
-    if not isinstance(made, Model):
+        made = builder(**given)
+    before = None if "preprocess" in given else preprocess
+    if isinstance(made, nn.Module):
+        made = _from_module(path, made, input_shape, before, dtype)
+    elif not isinstance(made, Model):
         raise ValueError(
             f"model={path!r} returned {type(made).__name__}: it must return a "
             "fedvi.nn.Model or a flax.linen module"
         )
+    elif "dtype" not in given and jnp.dtype(dtype) != jnp.float32:
+        raise ValueError(f"model={path!r} takes no dtype={str(dtype)!r}")
+    elif before is not None:
+        made = preprocessed(made, before)
     if made.classes != classes:
         raise ValueError(
             f"model={path!r} has {made.classes} outputs, and the data {classes} "
             "classes: make it of the classes that it is given"
         )
     return made
+
+
+def _from_module(
+    path: str,
+    module: nn.Module,
+    input_shape: tuple[int, ...],
+    preprocess: Callable[[jax.Array], jax.Array] | None,
+    dtype: jnp.dtype | str,
+) -> Model:
+    try:
+        return from_flax(
+            module, input_shape, head=HEAD, preprocess=preprocess, dtype=dtype
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"model={path!r}: {error} (for a head of another name return "
+            "fedvi.nn.from_flax(module, input_shape, head=...))"
+        ) from error
 
 
 def _check_lengths(name: str, lengths: Any) -> None:
