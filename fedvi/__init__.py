@@ -49,14 +49,16 @@ __all__ = [
     "option",
     "selection",
     "stein",
+    "sweep",
     "trees",
 ]
 
 
 def __getattr__(name: str):
-    """`fedvi.experiment` when it is first asked for: notebooks often do without."""
+    """`fedvi.experiment`, and what it gives, when it is first asked for: notebooks
+    often do without."""
     if name == "experiment":
         return importlib.import_module("fedvi.experiment")
-    if name in ("load_run", "load_runs"):
+    if name in ("load_run", "load_runs", "sweep"):
         return getattr(importlib.import_module("fedvi.experiment"), name)
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from fedvi import nn
 from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
 from fedvi.algorithms import fedavg
 from fedvi.client_map import clients_mesh
-from fedvi.federation import Federation, take
+from fedvi.federation import Federation, repeated, take
 from fedvi.keys import root_key
 from fedvi.selection import Selection, proportional, uniform
 
@@ -235,6 +235,58 @@ def test_what_is_compiled_ahead_is_what_runs(train, test):
     chex.assert_trees_all_equal_shapes_and_dtypes(states, shapes)
     federation.rounds(states, 2)
     assert TRACES["client_update"] == traced
+
+
+def scaled(settings) -> Algorithm:
+    """The server's state is the mean of the data times a setting."""
+    algorithm = mean_of_data()
+    factor = settings["factor"]
+    return algorithm._replace(
+        server_update=lambda *arguments: factor * algorithm.server_update(*arguments),
+        personalise=lambda key, server, client, data: jnp.int32(data.size + factor),
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_runs_that_differ_in_numbers_share_one_program(train, test, devices):
+    mesh = None if devices == 1 else clients_mesh(devices)
+    federation = Federation(scaled, train, test, settings={"factor": 1}, mesh=mesh)
+    keys = repeated(jax.random.key(0), 3)
+    factors = np.array([1, 2, 3])
+    states = federation.init(keys, {"factor": factors})
+    shapes = federation.shapes(runs=3)
+    chex.assert_trees_all_equal_shapes_and_dtypes(states, shapes)
+    for _ in range(2):
+        states, _ = federation.rounds(states, 1)
+    assert federation._jits["rounds", True]._cache_size() == 1
+    np.testing.assert_array_equal(states.settings["factor"], factors)
+    alone = Federation(mean_of_data(), train, test)
+    expected = alone.rounds(alone.init(jax.random.key(0)), 2)[0].server
+    np.testing.assert_allclose(states.server, factors * expected, rtol=1e-6)
+    # Personal models too, of all runs and of one.
+    correct = federation.evaluate_personal(states).correct
+    classes = (np.asarray(train.size) + factors[:, None]) % 3
+    expected = (np.asarray(test.y) == classes[..., None]).sum(-1)
+    np.testing.assert_array_equal(correct, expected)
+    one = take(states, 2)
+    np.testing.assert_array_equal(federation.evaluate_personal(one).correct, correct[2])
+    # The settings of a run that names none.
+    assert federation.init(jax.random.key(0)).settings == {"factor": 1}
+
+
+def test_settings_that_do_not_fit_are_named(train, test):
+    for algorithm, settings in ((scaled, ()), (mean_of_data(), {"factor": 1.0})):
+        with pytest.raises(ValueError, match="give a function of settings"):
+            Federation(algorithm, train, test, settings=settings)
+    federation = Federation(scaled, train, test, settings={"factor": 1.0})
+    keys = repeated(jax.random.key(0), 3)
+    for wrong in ({"factor": [1.0, 2.0]}, {"other": [1.0] * 3}, {"factor": [1, 2, 3]}):
+        wrong = {name: jnp.array(values) for name, values in wrong.items()}
+        with pytest.raises(ValueError, match="settings are none of this federation's"):
+            federation.init(keys, wrong)
+    state = federation.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="state is none of this federation's"):
+        federation.evaluate(state._replace(settings=()))
 
 
 def test_personal_evaluation_gives_every_client_its_own_model(train, test):

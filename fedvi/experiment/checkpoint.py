@@ -89,11 +89,12 @@ def read_notes(path: Path) -> tuple[dict[str, Any], int, Problems]:
 
 def check_rows(config: ExperimentConfig, run_dir: Path, done: int) -> None:
     """Raises `ValueError` unless `metrics.csv` has every evaluation up to a round."""
-    rows = [row for row in folder.metrics_rows(run_dir) if row["round"] <= done]
+    # Runs of an earlier version have no row of round 0.
+    rows = [row for row in folder.metrics_rows(run_dir) if 0 < row["round"] <= done]
     seeds = range(config.seed, config.seed + config.seeds)
     wanted = [
         (evaluated, seed)
-        for evaluated in itertools.accumulate(config.blocks(), initial=0)
+        for evaluated in itertools.accumulate(config.blocks())
         for seed in seeds
         if evaluated <= done
     ]

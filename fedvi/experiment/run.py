@@ -267,7 +267,8 @@ def _carry_out(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _sharing(groups: Sequence[Sequence[Experiment]]) -> str:
     """One line: how many programs there are, and why."""
-    line = f"{sum(map(len, groups))} runs, {len(groups)} compiled programs"
+    programs = "one compiled program" if len(groups) == 1 else f"{len(groups)} programs"
+    line = f"{sum(map(len, groups))} runs, {programs}"
     shared = dict.fromkeys(name for own in groups for name in setup.differing(own)[0])
     if shared:
         line += f"; one program for all values of {', '.join(shared)}"

@@ -405,15 +405,16 @@ def flat_settings(config: ExperimentConfig) -> dict[str, Any]:
     return settings | settings.pop("options")
 
 
-def differing(experiments: Sequence[Experiment]) -> list[dict[str, float]]:
-    """Per experiment those of its numbers that are not the same in all; {} of one."""
+def differing(experiments: Sequence[Experiment]) -> list[Any]:
+    """Per experiment those of its numbers, by name, that are not the same in all; ()
+    where there are none."""
     numbers = [experiment.numbers() for experiment in experiments]
     names = [
         name
         for name, value in numbers[0].items()
         if any(other[name] != value for other in numbers)
     ]
-    return [{name: own[name] for name in names} for own in numbers]
+    return [{name: own[name] for name in names} or () for own in numbers]
 
 
 def federation(

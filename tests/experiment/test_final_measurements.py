@@ -98,22 +98,23 @@ def test_the_folder_holds_every_file(straight):
 
 def test_the_last_rounds_are_evaluated_one_by_one_and_averaged(straight):
     rows, summary = rows_of(straight), summary_of(straight)
-    assert [row["round"] for row in rows[::2]] == ["3", "4", "5"]
-    assert [bool(row["personal_accuracy"]) for row in rows[::2]] == [False, True, True]
+    assert [row["round"] for row in rows[::2]] == ["0", "3", "4", "5"]
+    personal = [bool(row["personal_accuracy"]) for row in rows[::2]]
+    assert personal == [False, False, True, True]
     last = summary["mean_of_last_rounds"]
     assert last["rounds"] == 2
     for model in ("global", "personal"):
         for key in ("accuracy", "nll", "entropy"):
-            values = [float(row[f"{model}_{key}"]) for row in rows[2:]]
+            values = [float(row[f"{model}_{key}"]) for row in rows[4:]]
             assert last[model][key] == pytest.approx(np.mean(values))
             own = summary["per_seed"][1]["mean_of_last_rounds"][model][key]
             assert own == pytest.approx(np.mean(values[1::2]))
-    accuracies = [float(row["personal_accuracy"]) for row in rows[2:]]
+    accuracies = [float(row["personal_accuracy"]) for row in rows[4:]]
     assert summary["best_of_last_100_on_test"]["personal_accuracy"] == pytest.approx(
         np.reshape(accuracies, (2, 2)).max(axis=0).mean()
     )
     spread = summary["mean_of_last_rounds_std_over_seeds"]["global"]["nll"]
-    values = [float(row["global_nll"]) for row in rows[2:]]
+    values = [float(row["global_nll"]) for row in rows[4:]]
     assert spread == pytest.approx(np.reshape(values, (2, 2)).mean(axis=0).std(ddof=1))
 
 

@@ -44,6 +44,7 @@ def rows_of(experiment, correct, metrics, clusters=None, **more):
         experiment,
         round_index=3,
         seeds=[4, 5],
+        measured=["loss"],
         metrics=metrics,
         scores={"global": scores(correct)} | more,
         clusters=clusters,
@@ -100,10 +101,15 @@ def test_choices_by_importance_have_a_row_per_round_and_seed():
     assert [row["uniform"] for row in rows] == [0, 0, 0, 0, 0, 1]
     assert choice_rows(7, [4, 5], nothing_happened(2)) == []
     experiment = setup.experiment(CONFIG)
-    first, second = rows_of(experiment, np.full((2, 4), 6), metrics)
-    assert (first["clipped"], second["clipped"]) == (0.25, 0.0)
     plain = rows_of(experiment, np.full((2, 4), 6), nothing_happened(2))
     assert "clipped" not in plain[0]
+    by_importance = experiment.selection._replace(measure="place")
+    experiment = experiment._replace(selection=by_importance)
+    first, second = rows_of(experiment, np.full((2, 4), 6), metrics)
+    assert (first["clipped"], second["clipped"]) == (0.25, 0.0)
+    before = rows_of(experiment, np.full((2, 4), 6), None)[0]
+    assert before.keys() == first.keys()
+    assert before["clipped"] is before["loss"] is None
 
 
 def test_novel_clients_have_figures_of_their_own():

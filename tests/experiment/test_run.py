@@ -95,10 +95,13 @@ def test_the_folder_holds_every_file(run_dir):
 def test_there_is_a_row_per_evaluation_and_seed(run_dir):
     rows = rows_of(run_dir)
     places = [(int(row["round"]), int(row["seed"])) for row in rows]
-    assert places == [(2, 7), (2, 8), (4, 7), (4, 8)]
+    assert places == [(0, 7), (0, 8), (2, 7), (2, 8), (4, 7), (4, 8)]
     assert all(row["split"] == "test" for row in rows)
-    assert all(float(row["seconds"]) > 0 and float(row["loss"]) > 0 for row in rows)
-    assert [row["personal_accuracy"] != "" for row in rows] == [False] * 2 + [True] * 2
+    first, rest = rows[:2], rows[2:]
+    assert all(row["seconds"] == row["loss"] == "" for row in first)
+    assert all(float(row["seconds"]) > 0 and float(row["loss"]) > 0 for row in rest)
+    assert all(float(row["global_accuracy"]) < 50 for row in first)  # untrained
+    assert [row["personal_accuracy"] != "" for row in rows] == [False] * 4 + [True] * 2
 
 
 def test_the_summary_holds_what_is_promised(run_dir):
@@ -129,14 +132,14 @@ def test_the_summary_holds_what_is_promised(run_dir):
 def test_the_summary_agrees_with_the_rows(run_dir):
     summary, rows = summary_of(run_dir), rows_of(run_dir)
     accuracies = np.array([float(row["global_accuracy"]) for row in rows])
-    assert summary["global"]["accuracy"] == pytest.approx(accuracies[2:].mean())
+    assert summary["global"]["accuracy"] == pytest.approx(accuracies[4:].mean())
     assert summary["global_std_over_seeds"]["accuracy"] == pytest.approx(
-        accuracies[2:].std(ddof=1)
+        accuracies[4:].std(ddof=1)
     )
-    best = accuracies.reshape(2, 2).max(axis=0)
+    best = accuracies.reshape(3, 2).max(axis=0)
     assert summary["best_on_test_global_accuracy"] == pytest.approx(best.mean())
     assert summary["round_seconds"] == pytest.approx(
-        np.median([float(row["seconds"]) for row in rows])
+        np.median([float(row["seconds"]) for row in rows[2:]])
     )
 
 
@@ -367,7 +370,7 @@ def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path
     copied(run_dir, tmp_path, (folder.CONFIG, folder.METRICS, folder.CHECKPOINT))
     summary = experiment.run(CONFIG, options(tmp_path, resume=True))
     assert summary["personal"] == summary_of(run_dir)["personal"]
-    assert len(rows_of(tmp_path)) == 4
+    assert len(rows_of(tmp_path)) == 6
 
 
 def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
@@ -388,7 +391,7 @@ def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
     assert summary["global_std_over_seeds"] is None
     assert summary["global"]["examples"] == pytest.approx(0.2 * 1437, abs=5)
     rows = rows_of(tmp_path)
-    assert [row["round"] for row in rows] == ["2", "3"]
+    assert [row["round"] for row in rows] == ["0", "2", "3"]
     assert all(row["split"] == "validation" for row in rows)
     assert all(row["personal_accuracy"] for row in rows)
     assert (tmp_path / folder.CHECKPOINT).exists()
