@@ -23,17 +23,14 @@ __all__ = [
     "CHECKPOINT",
     "CLIENTS",
     "CONFIG",
-    "ENTROPY_DENSITY",
     "EVALUATION",
-    "FINETUNE_CURVE",
-    "LEARNING_CURVES",
+    "FORMATS",
     "METRICS",
-    "RELIABILITY",
+    "PICTURES",
     "RUN_FILES",
     "SELECTION",
     "STORE",
     "SUMMARY",
-    "UNCERTAINTY",
     "VERSION",
     "CsvFile",
     "clients_rows",
@@ -58,11 +55,17 @@ SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint.npz"
 EVALUATION = "evaluation.npz"
 STORE = "clients"  # a folder: clients' states of a stream
-LEARNING_CURVES = "learning_curves.png"
-RELIABILITY = "reliability.png"
-UNCERTAINTY = "uncertainty.png"
-FINETUNE_CURVE = "finetune_curve.png"
-ENTROPY_DENSITY = "entropy_density.png"
+PICTURES = (
+    "learning_curves",
+    "uncertainty",
+    "reliability",
+    "per_client",
+    "finetune_curve",
+    "entropy_density",
+    "conformal",
+    "risk_coverage",
+)
+FORMATS = ("png", "svg", "pdf")
 RUN_FILES = (
     CONFIG,
     CLIENTS,
@@ -72,11 +75,7 @@ RUN_FILES = (
     CHECKPOINT,
     EVALUATION,
     STORE,
-    LEARNING_CURVES,
-    RELIABILITY,
-    UNCERTAINTY,
-    FINETUNE_CURVE,
-    ENTROPY_DENSITY,
+    *(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS),
 )
 
 
