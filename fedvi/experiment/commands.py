@@ -18,15 +18,16 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from fedvi import __version__, names
+from fedvi import __version__, names, plots
 from fedvi.experiment import flag_help, folder, processes, report
 from fedvi.experiment.command_line import parse_known, start
 from fedvi.experiment.config import RunOptions
 from fedvi.experiment.ending import Ending
 from fedvi.experiment.flag_kinds import define_one
+from fedvi.experiment.loaded_run import LoadedRun, LoadedRuns, load_run, load_runs
 from fedvi.options import choices_of, text_of
 
-__all__ = ["compare", "main", "redraw"]
+__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -93,8 +94,7 @@ def _of_folders(
     if flag_help.ASKING & set(arguments):
         lines = [f"  --{name}: {flag_values[name].help}" for name in keywords]
         usage = f"usage: {program} FOLDER ... [--flag=value ...]"
-        first = inspect.cleandoc(command.__doc__).partition("\n\nArgs:")[0]
-        print("\n".join([first, "", usage, *lines]))
+        print("\n".join([inspect.cleandoc(command.__doc__), "", usage, *lines]))
         return
     _, *folders = parse_known([program, *arguments], flag_values)
     if not folders:
@@ -103,53 +103,45 @@ def _of_folders(
     command(found, **{name: flag_values[name].value for name in keywords})
 
 
-def _runs(folders: Sequence[str]) -> list[Any]:
+def _runs(folders: Sequence[str]) -> list[LoadedRun]:
     """The finished runs of run folders, and of all below other folders."""
-    from fedvi.experiment.loaded_run import load_run, load_runs
-
     found = {}
     for one in map(Path, folders):
         several = one.is_dir() and not (one / folder.CONFIG).exists()
         for run in load_runs(one) if several else [load_run(one)]:
-            found.setdefault(Path(run.folder).resolve(), run)
+            if run.finished:
+                found.setdefault(run.folder.resolve(), run)
+            elif several:
+                print(f"{run.folder} is not finished: left out")
+            else:
+                raise ValueError(f"{one} is not finished: --resume goes on with it")
+    if not found:
+        raise ValueError(f"{', '.join(folders)}: no run there is finished")
     return list(found.values())
 
 
-def compare(runs: Sequence[Any], out: str | None = None) -> None:
-    """Prints one table of several runs, and what they differ by from the first.
+def _compare(runs: Sequence[LoadedRun], out: str | None) -> None:
+    """Prints one table of finished runs, and what they differ by from the first.
 
     With --out it leaves both there, with a picture of the learning curves.
-
-    Args:
-      runs: of `fedvi.load_run`, finished.
-      out: a folder.
     """
-    summaries = [run.summary for run in runs]
-    options = [RunOptions(str(run.folder)) for run in runs]
-    text = report.comparison(summaries, options)
+    text = LoadedRuns(runs).comparison()
     print(text)
     if out is not None:
         folder.make(Path(out))
-        report.write_comparison(Path(out), options, summaries, text)
+        report.write_comparison(Path(out), runs, text)
 
 
-def redraw(runs: Sequence[Any], plot_formats: Sequence[str] = ("png",)) -> None:
-    """Prints the table of every run, and draws its pictures again in its folder.
-
-    Args:
-      runs: of `fedvi.load_run`, finished.
-      plot_formats: of png, svg and pdf.
-    """
-    from fedvi import plots
-
+def _report(runs: Sequence[LoadedRun], plot_formats: Sequence[str]) -> None:
+    """Prints the table of every finished run, and draws its pictures again."""
     for run in runs:
-        options = RunOptions(str(run.folder), plot_formats=tuple(plot_formats))
-        options.validate()
-        print(f"\n{run.folder}\n{report.comparison([run.summary], [options])}")
-        plots.draw(run, options.plot_formats)
+        print(f"{run.folder}\n{LoadedRuns([run]).comparison()}")
+        for path in plots.draw(run, plot_formats):
+            print(f"  {path}")
+        print()
 
 
-_COMMANDS = {"compare": compare, "report": redraw}
+_COMMANDS = {"compare": _compare, "report": _report}
 
 
 def _define_out(flag_values: flags.FlagValues) -> None:

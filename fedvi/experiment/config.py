@@ -12,6 +12,7 @@ from fedvi.codecs import CODECS
 from fedvi.data import CLUSTER_TRANSFORMS, NORMALISATIONS, PARTITIONS, FederatedData
 from fedvi.data.partitions import options_of
 from fedvi.data.sources import file_name
+from fedvi.experiment.folder import FORMATS
 from fedvi.local import OPTIMIZERS
 from fedvi.nn import MODELS
 from fedvi.options import check, option
@@ -473,7 +474,7 @@ class RunOptions:
     plot_formats: tuple[str, ...] = option(
         ("png",),
         "Formats of the pictures (extra: plots); empty: none are drawn.",
-        choices=("png", "svg", "pdf"),
+        choices=FORMATS,
     )
     chunk_size: int | str = option(
         "auto",
