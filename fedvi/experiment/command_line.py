@@ -35,6 +35,7 @@ from fedvi.options import check_one, choices_of, range_of, text_of
 
 __all__ = [
     "define",
+    "help_text",
     "parse",
     "parse_known",
     "read",
@@ -86,7 +87,8 @@ def start(
         try:
             if flag_help.ASKING & set(argv):
                 parse([one for one in argv if one not in flag_help.ASKING])
-                print(_help(title), flush=True)
+                script = sys.modules["__main__"].__doc__ or f"{argv[0]} --flag=value"
+                print(help_text(flags.FLAGS, title or script), flush=True)
                 Ending().leave(0)
             return parse(argv)
         except flags.Error as error:
@@ -133,12 +135,6 @@ def start(
         except (flags.Error, ValueError) as error:  # of a user's own algorithm too
             Ending().leave(2, error)
         absl.app.run(run, argv, flags_parser=parse_or_exit)
-
-
-def _help(title: str | None) -> str:
-    title = title or sys.modules["__main__"].__doc__ or f"{sys.argv[0]} --flag=value"
-    algorithms = dict.fromkeys(name for name, _ in map(_split, flags.FLAGS.algorithm))
-    return flag_help.help_text(flags.FLAGS, title, list(algorithms))
 
 
 def _use_cache(folder: str) -> None:
@@ -318,6 +314,12 @@ def parse_known(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
         flag = f"--{error.flagname}"
         near = names.near(flag, (f"--{name}" for name in flag_values))
         raise flags.Error(f"Unknown command line flag {flag}{near}") from None
+
+
+def help_text(flag_values: flags.FlagValues, title: str) -> str:
+    """The flags in groups, of the chosen methods only, below a title."""
+    algorithms = dict.fromkeys(name for name, _ in map(_split, flag_values.algorithm))
+    return flag_help.help_text(flag_values, title, list(algorithms))
 
 
 def read(

@@ -18,6 +18,7 @@ from fedvi.local import cross_entropy
 from fedvi.nn import local_reparameterisation
 
 __all__ = [
+    "ANY_NUMBER",
     "Model",
     "Params",
     "from_flax",
@@ -29,8 +30,8 @@ __all__ = [
 
 Params = dict[str, Flat]
 
-
-_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# Parameters of a function that may be given any number of times.
+ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _no_local_draws(*_, **__) -> jax.Array:
@@ -293,7 +294,7 @@ def _check_module(module: Any) -> None:
     if isinstance(module, nn.Module):
         _, *others = inspect.signature(type(module).__call__).parameters.values()
         for one in others[1:]:
-            optional = one.default is not one.empty or one.kind in _ANY_NUMBER
+            optional = one.default is not one.empty or one.kind in ANY_NUMBER
             if one.name != "mask" and not optional:
                 raise ValueError(
                     f"module={type(module).__name__} takes {one.name!r}, which it is "

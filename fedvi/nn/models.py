@@ -19,7 +19,7 @@ from fedvi.nn.layers import (
     global_avg_pool,
     max_pool,
 )
-from fedvi.nn.model import Model, from_flax, preprocessed
+from fedvi.nn.model import ANY_NUMBER, Model, from_flax, preprocessed
 
 __all__ = ["MODELS", "build", "options_of"]
 
@@ -248,11 +248,12 @@ def options_of(name: str) -> list[str]:
         ValueError: there is no such network.
     """
     if names.is_path(name):
-        taken = set(_parameters(name))
+        taken = _parameters(name)
     else:
         checks.one_of("model", name, MODELS)
-        taken = set(MODELS[name].__dataclass_fields__) - {"parent", "name"}
-    return sorted(taken - {"classes", "input_shape", "preprocess", "dtype"})
+        taken = MODELS[name].__dataclass_fields__
+    of_all = {"classes", "input_shape", "preprocess", "dtype", "parent", "name"}
+    return sorted(set(taken) - of_all)
 
 
 def _parameters(path: str) -> list[str]:
@@ -260,7 +261,8 @@ def _parameters(path: str) -> list[str]:
     builder = names.imported("model", path, MODELS)
     if not callable(builder):
         raise ValueError(f"model={path!r} is no function that builds a network")
-    return list(inspect.signature(builder).parameters)
+    parameters = inspect.signature(builder).parameters.values()
+    return [one.name for one in parameters if one.kind not in ANY_NUMBER]
 
 
 def _build_own(

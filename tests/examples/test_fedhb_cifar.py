@@ -163,13 +163,13 @@ def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
     file = f"--flagfile={folder / 'tiny.flags'}"
     never = f"--run_dir={folder / 'never'}"
     mistakes = {
-        "--raunds=3": (2, "Unknown command line flag 'raunds'"),
+        "--raunds=3": (2, "line flag --raunds: did you mean --rounds?"),
         "--rounds=abc": (2, "--rounds=abc: value should be an integer"),
         "--data_file=missing.npz": (1, "data_file 'missing.npz'"),
     }
     processes = [start(file, never, argument) for argument in mistakes]
     asked = start("--help", PYTHONIOENCODING="ascii:strict", LC_ALL="C")
-    left = start("--helpfull")  # as `--help | head` leaves it
+    left = start("--help")  # as `--help | head` leaves it
     left.stdout.close()
     for process, (code, message) in zip(processes, mistakes.values(), strict=True):
         found, _, errors = finish(process)
@@ -181,5 +181,21 @@ def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
     assert (code, errors) == (0, "")
     assert (left.wait(timeout=300), left.stderr.read()) == (0, "")
     left.stderr.close()
+    assert output.startswith("FedHB and its baselines")
     for flag in ("--algorithm:", "--p_drop:", "--chunk_size:", "--name:"):
         assert flag in output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flag", ["--helpfull", "--helpxml", "--help", "-?"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_every_help_ends_well_and_survives_a_closed_pipe(flag, closed):
+    process = start(flag, "--algorithm=pfedbayes")
+    if closed:
+        process.stdout.close()
+        assert (process.wait(timeout=300), process.stderr.read()) == (0, "")
+        process.stderr.close()
+        return
+    code, output, errors = finish(process)
+    assert (code, errors) == (0, "")
+    assert "zeta" in output
