@@ -10,6 +10,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,20 +84,7 @@ def start(
     """
     argv = sys.argv if argv is None else argv
 
-    def parse_or_exit(argv):
-        try:
-            if flag_help.ASKING & set(argv):
-                parse([one for one in argv if one not in flag_help.ASKING])
-                script = sys.modules["__main__"].__doc__ or f"{argv[0]} --flag=value"
-                print(help_text(flags.FLAGS, title or script), flush=True)
-                Ending().leave(0)
-            return parse(argv)
-        except flags.Error as error:
-            Ending().leave(2, error)
-        except (SystemExit, BrokenPipeError):
-            Ending().leave(0)  # --helpfull, for which absl has the code of a mistake
-
-    def run(argv):
+    def run(_):
         ending = Ending()
         try:
             runs, hosts, grid = read(), read_hosts(), read_sweep()
@@ -134,7 +122,22 @@ def start(
             define(flags.FLAGS, argv[1:], **defaults)
         except (flags.Error, ValueError) as error:  # of a user's own algorithm too
             Ending().leave(2, error)
-        absl.app.run(run, argv, flags_parser=parse_or_exit)
+        absl.app.run(run, argv, flags_parser=partial(_parse_or_exit, title=title))
+
+
+def _parse_or_exit(argv: Sequence[str], title: str | None) -> list[str]:
+    """`parse` as a script does it: what it raises, and help, end the process."""
+    try:
+        if flag_help.ASKING & set(argv):
+            parse([one for one in argv if one not in flag_help.ASKING])
+            script = sys.modules["__main__"].__doc__ or f"{argv[0]} --flag=value"
+            print(help_text(flags.FLAGS, title or script), flush=True)
+            Ending().leave(0)
+        return parse(argv)
+    except flags.Error as error:
+        Ending().leave(2, error)
+    except (SystemExit, BrokenPipeError):
+        Ending().leave(0)  # --helpfull, for which absl has the code of a mistake
 
 
 def _use_cache(folder: str) -> None:
@@ -232,13 +235,29 @@ def define(
                     flag_values,
                     field.metadata["importable"],
                 )
+    _define_own(flag_values)
+    default = defaults.get("algorithm", "").split(",")
+    named = [*(_split(one)[0] for one in default), *_named_algorithms(arguments)]
+    for option, takers in _algorithm_options(filter(names.is_path, named)).items():
+        _define_option(option, takers, flag_values)
+    of_file = flag_files.stem(arguments) is not None
+    for name, value in defaults.items():
+        if name not in flag_values:
+            known = names.near(name, flag_values)
+            raise ValueError(f"default {name}={value!r} is that of no flag{known}")
+        if name == "algorithm" or not of_file:
+            flag_values.set_default(name, value)
+
+
+def _define_own(flag_values: flags.FlagValues) -> None:
+    """Defines the flags that are no field of a dataclass."""
     flags.DEFINE(
         _AlgorithmsParser(),
         "algorithm",
         [ExperimentConfig.algorithm],
         "One or several, run one after another on the same data and seeds, each as "
         f"NAME or NAME:SELECTION (dsvgd:ksd): {', '.join(ALGORITHMS)}; or your own, "
-        "package.module:builder.",
+        "package.module:builder, from the current folder too.",
         flag_values,
         flags.CsvListSerializer(","),
     )
@@ -270,17 +289,6 @@ def define(
         f"What a sweep with --validation_fraction chooses by: {', '.join(CRITERIA)}.",
         flag_values,
     )
-    default = defaults.get("algorithm", "").split(",")
-    named = [*(_split(one)[0] for one in default), *_named_algorithms(arguments)]
-    for option, takers in _algorithm_options(filter(names.is_path, named)).items():
-        _define_option(option, takers, flag_values)
-    of_file = flag_files.stem(arguments) is not None
-    for name, value in defaults.items():
-        if name not in flag_values:
-            known = names.near(name, flag_values)
-            raise ValueError(f"default {name}={value!r} is that of no flag{known}")
-        if name == "algorithm" or not of_file:
-            flag_values.set_default(name, value)
 
 
 def parse(
