@@ -264,7 +264,8 @@ def _define_own(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "name",
         None,
-        "Name of the run. Default: the flag file's, or algorithm_dataset.",
+        "Name of the run. Default: the flag file's, or algorithm_dataset, of a sweep "
+        "with _sweep.",
         flag_values=flag_values,
     )
     flags.DEFINE_string(
@@ -373,6 +374,8 @@ def read(
                 "is named twice"
             )
     name = flag_values.name or f"{'-'.join(folders)}_{configs[0].data_name}"
+    if flag_values.sweep and not flag_values.name:
+        name += "_sweep"
     run_dir = Path(flag_values.run_dir or Path("runs") / name)
     chunk_size = flag_values.chunk_size
     if chunk_size.isdecimal():

@@ -404,6 +404,8 @@ def test_a_sweep_has_values_as_their_flags_have_them():
         "augment": (True, False),
     }
     assert command_line.read_sweep(parsed()) == {}
+    [(_, options)] = read("--algorithm=fedavg", "--sweep=rounds=3")
+    assert options.run_dir == "runs/fedavg_cifar100_sweep"
 
 
 @pytest.mark.parametrize(
