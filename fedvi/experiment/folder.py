@@ -146,13 +146,15 @@ def writing(run_dir: str | Path) -> Iterator[None]:
         raise
     except OSError as error:
         name = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
-        saved = "nothing was saved yet"
-        if os.path.exists(Path(run_dir) / CHECKPOINT):
+        saved, remedy = "nothing was saved yet", "go on with --resume"
+        if os.path.exists(Path(run_dir) / SUMMARY):
+            saved, remedy = "only pictures are missing", "draw them by `fedvi report`"
+        elif os.path.exists(Path(run_dir) / CHECKPOINT):
             saved = "its last checkpoint is whole"
         raise ValueError(
             f"run_dir={run_dir} cannot be written to ({name}"
-            f"{error.strerror or error}): {saved}; see that there is room, then go on "
-            "with --resume"
+            f"{error.strerror or error}): {saved}; see that there is room, then "
+            f"{remedy}"
         ) from error
 
 

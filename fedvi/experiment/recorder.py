@@ -1,7 +1,7 @@
 """What one run writes: rows, checkpoints and, at the end, summary and pictures."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from fedvi.experiment import (
 from fedvi.experiment.checkpoint import Kept
 from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import RunOptions
+from fedvi.experiment.final_measurements import Ending
 from fedvi.experiment.folder import CsvFile
 from fedvi.experiment.loaded_run import load_run
 from fedvi.experiment.problems import Problems
@@ -153,33 +154,28 @@ class Recorder:
         checkpoint.save_run(self.experiment, self.run_dir, self.federation, kept)
 
     def finish(
-        self, states: State, evaluation: Evaluation, compile_seconds: float, plan: str
+        self, states: State, evaluation: Evaluation, plan: str
     ) -> dict[str, Any]:
         """What is measured once, `summary.json`, pictures; all processes get what that
         holds."""
-        config = self.config
-        curve, uncertainty, out = None, None, None
-        if config.finetune_curve:
-            curve, seconds = final_measurements.finetune_curve(
-                self.experiment, self.federation, states
-            )
-            compile_seconds += seconds
-        if self.experiment.ood is not None:
-            out, uncertainty = final_measurements.out_of_distribution(
-                self.experiment, self.federation, states, self.options.stream
-            )
+        ending = final_measurements.after_training(
+            self.experiment,
+            self.federation,
+            states,
+            evaluation.scores,
+            self.options.stream,
+        )
+        compile_seconds = self.federation.compile_seconds + ending.compile_seconds
 
         def write():
-            arrays = {} if uncertainty is None else {"ood": uncertainty}
-            self._write_evaluation(evaluation, arrays)
-            evaluations = folder.metrics_rows(self.run_dir)
+            self._write_evaluation(evaluation, ending)
             result = report.summary(
                 self.experiment,
-                rows=evaluations,
+                rows=folder.metrics_rows(self.run_dir),
                 problems=self.problems.to_dict(),
                 finite=evaluation.finite,
                 clusters=evaluation.clusters,
-                ending={"finetune_curve": curve, "ood": out},
+                ending=ending.figures,
                 compile_seconds=compile_seconds,
                 plan=plan,
                 devices=list(self.federation.mesh.devices.flat),
@@ -193,18 +189,16 @@ class Recorder:
 
         return processes.on_first(write)
 
-    def _write_evaluation(
-        self,
-        evaluation: Evaluation,
-        arrays: Mapping[str, Any],
-        further: Sequence[Mapping[str, np.ndarray]] = (),
-    ) -> None:
+    def _write_evaluation(self, evaluation: Evaluation, ending: Ending) -> None:
         """What the last evaluation gave, whole, and each client's figures."""
-        measured = {"scores": evaluation.scores, **arrays}
+        measured = {"scores": evaluation.scores, **ending.arrays}
         npz_tree.save(self.run_dir / folder.EVALUATION, measured, {})
-        scores, clusters = evaluation.scores, evaluation.clusters
         clients = rows.client_rows(
-            self.experiment, self.seeds, scores, clusters, further
+            self.experiment,
+            self.seeds,
+            evaluation.scores,
+            evaluation.clusters,
+            [ending.per_client],
         )
         folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 

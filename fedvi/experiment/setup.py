@@ -12,7 +12,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fedvi import algorithms, codecs, data, names, nn, selection
+from fedvi import (
+    algorithms,
+    checks,
+    codecs,
+    contract_checks,
+    data,
+    names,
+    nn,
+    selection,
+)
 from fedvi.algorithm import Algorithm, Task
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment import folder
@@ -63,6 +72,7 @@ class Experiment(NamedTuple):
       novel: ids in order of the clients that never take part in training.
       build_algorithm: makes the algorithm for a task, its options filled in.
       ood: out-of-distribution inputs of the same clients, if asked for.
+      calibration: a part of their training data that nobody trains on, if asked for.
     """
 
     config: ExperimentConfig
@@ -74,6 +84,7 @@ class Experiment(NamedTuple):
     novel: np.ndarray
     build_algorithm: Callable[[Task], Algorithm]
     ood: ClientData | None = None
+    calibration: ClientData | None = None
 
     @property
     def trained(self) -> np.ndarray:
@@ -185,7 +196,7 @@ def experiment(
       ValueError: what the configuration asks for does not exist or does not fit.
     """
     config = resolve(config, builder)
-    federated, mean, std, ood = loaded or load_data(config)
+    federated, mean, std, ood, calibration = loaded or load_data(config)
     train, clients = federated.train, len(federated.train.size)
     config = config.for_data(federated)
     check_novel(clients, config.novel_clients)
@@ -210,13 +221,14 @@ def experiment(
     result = Experiment(
         config=config,
         data=federated,
-        data_sha256=_sha256((train, federated.test, ood)),
+        data_sha256=_sha256((train, federated.test, ood, calibration)),
         task=task,
         algorithm=algorithm,
         selection=_selection(config, algorithm, train, trained),
         novel=novel,
         build_algorithm=build_algorithm,
         ood=ood,
+        calibration=calibration,
     )
     _check_end(result)
     return result
@@ -297,8 +309,33 @@ def _check_end(experiment: Experiment) -> None:
             f"ood_dataset={config.ood_dataset!r}: no training client has "
             f"{config.evaluated_on} data of it: choose another partition_seed"
         )
+    _check_calibration(experiment)
     for epochs in config.finetune_curve:
         experiment.finetuned(epochs)
+
+
+def _check_calibration(experiment: Experiment) -> None:
+    fraction, calibration = (
+        experiment.config.calibration_fraction,
+        experiment.calibration,
+    )
+    if calibration is None:
+        if fraction:
+            raise ValueError(
+                f"calibration_fraction={fraction}, but loaded.calibration is None: "
+                "make it with fedvi.data.calibration_split"
+            )
+        return
+    checks.client_data("calibration", calibration)
+    clients = len(experiment.data.train.size)
+    checks.same_clients(clients, len(calibration.size), "calibration")
+    contract_checks.check_labels("calibration", calibration, experiment.data.classes)
+    checks.finite_inputs("calibration", calibration)
+    if not np.asarray(calibration.size)[experiment.trained].any():
+        raise ValueError(
+            f"calibration_fraction={fraction}: no training client has calibration "
+            "data: give clients of two examples or more"
+        )
 
 
 def _novel(config: ExperimentConfig, clients: int) -> np.ndarray:
@@ -449,6 +486,7 @@ def federation(
         "selection": experiment.selection,
         "mesh": mesh,
         "eval_batch_size": experiment.config.eval_batch_size,
+        "calibration_bins": experiment.config.calibration_bins,
         "codec": codecs.named(experiment.config.codec),
     }
     if not options.stream:

@@ -13,10 +13,10 @@ from typing import Any
 
 from fedvi.experiment import folder
 from fedvi.plots.calibration import reliability_diagram, risk_coverage
-from fedvi.plots.conformal import conformal
 from fedvi.plots.curves import finetune_curve, learning_curves
 from fedvi.plots.entropy import entropy_density
 from fedvi.plots.per_client import clients
+from fedvi.plots.prediction_sets import conformal
 
 __all__ = [
     "clients",

@@ -38,7 +38,8 @@ def reliability_diagram(runs: Runs, path: str | Path | None = None) -> Any:
     """
     groups = named(runs)
     tables = {name: _tables(own) for name, own in groups.items()}
-    alone, first = len(groups) == 1, next(iter(groups.values()))
+    alone = len(groups) == 1
+    tables_after = _tables(next(iter(groups.values())), of_runs.recalibrated)
     models = list(dict.fromkeys(model for own in tables.values() for model in own))
     with picture(path, title(groups)) as figure:
         width, height = PANEL
@@ -52,7 +53,7 @@ def reliability_diagram(runs: Runs, path: str | Path | None = None) -> Any:
                 if model in own:
                     found = _diagram(above, below, own[model], number, alone)
                     handles.setdefault(list(groups)[number], found)
-            if alone and (after := _tables(first, "recalibration").get(model)):
+            if alone and (after := tables_after.get(model)):
                 line = {"color": COLOURS[2], "ls": "--", "marker": "o", "ms": 2}
                 full = after["count"] > 0
                 points = after["confidence"][full], after["accuracy"][full]
@@ -62,18 +63,19 @@ def reliability_diagram(runs: Runs, path: str | Path | None = None) -> Any:
             below.set_xlabel("confidence")
         axes[0, 0].set_ylabel("accuracy")
         axes[1, 0].set_ylabel("share (%)")
-        legend(figure, {**handles, "perfect calibration": diagonal[0]})
+        handles["perfect calibration"] = diagonal[0]
+        legend(figure, handles, groups)
     return figure
 
 
 def _tables(
-    runs: Sequence[Any], of: str = "scores"
+    runs: Sequence[Any], scores: Callable = of_runs.scores
 ) -> dict[str, Mapping[str, np.ndarray]]:
     """Model to its figures per bin, all seeds as if they were one seed's clients."""
     parts: dict[str, list[Scores]] = {}
     for run in runs:
         ids = of_runs.trained(run)
-        for model, own in of_runs.scores(run, of).items():
+        for model, own in scores(run).items():
             flat = [leaf[:, ids].reshape(-1, *leaf.shape[2:]) for leaf in own]
             parts.setdefault(model, []).append(Scores(*flat))
     return {
@@ -97,7 +99,8 @@ def _heading(groups: Mapping[str, Sequence[Any]], model: str) -> str:
 def _mean(runs: Sequence[Any], figure: Callable, of: str | None = None) -> float:
     """Over the seeds of all runs, of what `summary.json` has under a name."""
     figures = [(run.summary[of] if of else run.summary)["per_seed"] for run in runs]
-    return float(np.mean([figure(one) for seeds in figures for one in seeds]))
+    # None stands for NaN in JSON.
+    return np.array([figure(one) for seeds in figures for one in seeds], float).mean()
 
 
 def _diagram(
@@ -169,7 +172,7 @@ def risk_coverage(runs: Runs, path: str | Path | None = None) -> Any:
         width, height = PANEL
         figure.set_size_inches(width * max(len(models), 1.5), 0.4 + 1.1 * height)
         axes = figure.subplots(1, len(models), squeeze=False)[0]
-        handles, shade = {}, None
+        handles: dict[str, Any] = {}
         for model, axis in zip(models, axes):
             axis.set(title=model, xlabel="examples answered (%)")
             if len(groups) == 1:
@@ -187,7 +190,7 @@ def risk_coverage(runs: Runs, path: str | Path | None = None) -> Any:
                 if len(risk) > 1:
                     std = risk.std(axis=0, ddof=1)
                     about = np.maximum(mean - std, 0), mean + std
-                    shade = band(axis, answered, *about, line["color"], 0.3)
+                    handles[SEEDS] = band(axis, answered, *about, line["color"], 0.3)
         axes[0].set_ylabel("errors among them (%)")
-        legend(figure, handles | {SEEDS: shade} if shade else handles)
+        legend(figure, handles, groups)
     return figure

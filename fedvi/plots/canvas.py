@@ -5,7 +5,7 @@ matplotlib comes with the `plots` extra and is imported only when a picture is d
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,15 @@ def integer_rounds(axis: Any) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1, nbins=5)
 
 
-def legend(figure: Any, handles: Mapping[str, Any]) -> None:
-    """A legend below all axes, in as many columns as fit; the figure grows by it."""
+def legend(figure: Any, handles: Mapping[str, Any], first: Iterable[str] = ()) -> None:
+    """A legend below all axes, in as many columns as fit; the figure grows by it.
+
+    Args:
+      figure: below whose axes.
+      handles: what stands for each name.
+      first: names that come first, in this order; those without a handle are left out.
+    """
+    handles = {name: handles[name] for name in (*first, *handles) if name in handles}
     width = figure.get_figwidth()
     labels = [textwrap.fill(name, int(width / _CHARACTER) - 9) for name in handles]
     lengths = [max(map(_width, name.splitlines())) for name in labels]

@@ -93,13 +93,7 @@ def learning_curves(
       ImportError: matplotlib is not installed.
     """
     groups = named(runs)
-    if metrics is None:
-        metrics = ("accuracy", "nll", "ece")[: 3 if len(groups) > 1 else 2]
-    for name in metrics:
-        if name not in _METRICS:
-            raise ValueError(
-                f"metrics has {name!r}: it must be one of {', '.join(_METRICS)}"
-            )
+    metrics = _checked(metrics, len(groups))
     panels = {
         (model, metric): curves
         for model in MODELS
@@ -129,9 +123,19 @@ def learning_curves(
         for axis in axes[-1]:
             axis.set_xlabel("round")
             integer_rounds(axis)
-        order = [*groups, SEEDS, _CLIENTS]
-        legend(figure, {name: handles[name] for name in order if name in handles})
+        legend(figure, handles, (*groups, SEEDS))
     return figure
+
+
+def _checked(metrics: Sequence[str] | None, methods: int) -> Sequence[str]:
+    if metrics is None:
+        return ("accuracy", "nll", "ece")[: 3 if methods > 1 else 2]
+    for name in metrics:
+        if name not in _METRICS:
+            raise ValueError(
+                f"metrics has {name!r}: it must be one of {', '.join(_METRICS)}"
+            )
+    return metrics
 
 
 def _curves(
@@ -144,7 +148,7 @@ def _curves(
         if not has_model(runs[0], model):
             continue
         rounds, values = _table(runs, f"{model}_{metric}")
-        if not values.any():
+        if not rounds.size:
             continue
         _, std = _table(runs, f"{model}_{metric}_std")
         _, factor, largest = _METRICS[metric]
@@ -295,7 +299,8 @@ def finetune_curve(runs: Runs, path: str | Path | None = None) -> Any:
                     label = name + ", novel clients" * clients.startswith("novel")
                 again, kind = divmod(number, len(COLOURS))
                 colour, marker = COLOURS[kind], "os^D"[again % 4]
-                values = np.array([s[clients] for c in own for s in c["per_seed"]])
+                seeds = [seed[clients] for curve in own for seed in curve["per_seed"]]
+                values = np.array(seeds, float)
                 mean, epochs = values.mean(axis=0), own[0]["epochs"]
                 line = axis.plot(epochs, mean, style, marker=marker, color=colour)
                 handles[label] = line[0]
@@ -305,7 +310,5 @@ def finetune_curve(runs: Runs, path: str | Path | None = None) -> Any:
                     handles[SEEDS] = band(axis, epochs, *about, colour, 0.2)
         axis.set(xlabel="epochs of fine-tuning", ylabel="accuracy (%)")
         integer_rounds(axis)
-        if SEEDS in handles:
-            handles[SEEDS] = handles.pop(SEEDS)  # last
-        legend(figure, handles)
+        legend(figure, handles, [name for name in handles if name != SEEDS])
     return figure

@@ -27,12 +27,6 @@ class Strip(NamedTuple):
     novel: np.ndarray  # [clients] bool
     colours: np.ndarray  # [clients] str
 
-    @classmethod
-    def empty(cls, name: str, novel: np.ndarray) -> "Strip":
-        """Nothing is known of any client."""
-        nothing = np.full((1, novel.size), np.nan)
-        return cls(name, nothing, novel, np.full(novel.size, COLOURS[0]))
-
 
 def clients(runs: Runs, path: str | Path | None = None) -> Any:
     """Draws accuracy, NLL and ECE of every client: a strip per method and model.
@@ -40,7 +34,8 @@ def clients(runs: Runs, path: str | Path | None = None) -> Any:
     A point is a client, its figures after the last round, mean over the seeds that did
     not fail; a hollow one took no part in training. The bar is the median, the diamond
     the mean of those that took part. Of one method a client's points are joined where
-    there are few clients, and have the colour of its cluster where clients have one.
+    there are few clients, and have the colour of its cluster, in the first seed, where
+    clients have one.
 
     Args:
       runs: as of `learning_curves`.

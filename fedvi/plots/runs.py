@@ -16,6 +16,7 @@ __all__ = [
     "has_model",
     "named",
     "novel_clients",
+    "recalibrated",
     "scores",
     "sound",
     "title",
@@ -125,19 +126,16 @@ def client_rows(run: Any, column: str) -> np.ndarray:
     return np.array(cells, float).reshape(-1, run.summary["clients"])
 
 
-def scores(run: Any, of: str = "scores") -> dict[str, Scores]:
-    """Of the models that the run has, leaves `[seeds, clients, ...]`, float64.
-
-    Args:
-      run: whose.
-      of: `scores` of the last evaluation, or `recalibration`, those at the temperature
-        of all clients' calibration data; empty where there are none.
-    """
-    found = run.scores if of == "scores" else run.evaluation.get(of) or {}
-    if of != "scores":
-        found = {model: own["global"] for model, own in found.items()}
+def scores(run: Any) -> dict[str, Scores]:
+    """Of the models that the run has, leaves `[seeds, clients, ...]`, float64."""
     return {
         model: Scores(*(np.asarray(leaf, np.float64) for leaf in own))
-        for model, own in found.items()
+        for model, own in run.scores.items()
         if has_model(run, model)
     }
+
+
+def recalibrated(run: Any) -> dict[str, Scores]:
+    """The same at the temperature of all clients' calibration data; {} without any."""
+    found = run.evaluation.get("recalibration") or {}
+    return {model: Scores(*own["global"]) for model, own in found.items() if own}

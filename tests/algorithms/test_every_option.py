@@ -121,6 +121,7 @@ def tell(run_dir, experiment, federation) -> None:
         experiment,
         round_index=1,
         seeds=[0],
+        measured=federation.messages.metrics,
         metrics=metrics,
         scores=scores,
         clusters=None,

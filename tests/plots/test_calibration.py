@@ -64,6 +64,8 @@ def test_several_methods_are_lines_and_a_diverged_one_has_none(make_run, legend_
     assert not other.lines[1].get_xdata().size
     assert above.get_title() == "global"
     assert legend_texts(figure) == ["fedavg", "bad", "perfect calibration"]
+    bad.summary["per_seed"][0]["personal"] = {"ece": None}  # JSON's NaN
+    assert reliability_diagram(bad).axes[0].get_title() == "personal: ECE nan %"
 
 
 def test_risk_coverage_curves_are_means_over_seeds(make_run, legend_texts):

@@ -120,6 +120,10 @@ def test_a_seed_that_failed_leaves_the_others_to_be_seen(make_run, legend_texts)
     np.testing.assert_allclose(mean.get_ydata(), [3.0, (0.5 + 1.5 + 90) / 3, np.nan])
     assert axis.get_ylim()[1] < 4
     assert legend_texts(figure)[0] == "one (1 of 3 seeds failed)"
+    useless = make_run(curves={"global_accuracy": [0.0, 0.0]}, seeds=1)
+    np.testing.assert_array_equal(
+        learning_curves(useless).axes[0].lines[0].get_ydata(), [0.0, 0.0]
+    )
     alone = make_run(curves={"global_nll": [2.0, np.nan]}, seeds=1, failed=(0,))
     assert learning_curves(alone).axes[0].get_ylim() == pytest.approx((1.9, 2.1))
 

@@ -3,6 +3,7 @@ import pytest
 from scipy.stats import gaussian_kde
 
 from fedvi.evaluation import Uncertainty
+from fedvi.plots import entropy
 from fedvi.plots.entropy import entropy_density, kernel_density
 
 LARGEST = np.log(10)
@@ -69,3 +70,13 @@ def test_every_training_client_with_values_has_a_curve_on_both_sides(make_run):
     ]
     with pytest.raises(ValueError, match="use --ood_dataset"):
         entropy_density(make_run())
+
+
+def test_of_many_clients_some_are_drawn(make_run, monkeypatch):
+    monkeypatch.setattr(entropy, "_MOST", 2)
+    run = make_run(clients=5)
+    values = uncertainty([np.full(3, 0.2 * number) for number in range(5)])
+    run.evaluation["ood"] = values, values
+    lines = entropy_density(run).axes[0].lines
+    peaks = [line.get_xdata()[np.argmax(line.get_ydata())] for line in lines]
+    np.testing.assert_allclose(peaks, [0.0, 0.8], atol=0.02)
