@@ -78,9 +78,8 @@ def start(
       adjust: makes of every run's configuration what is run.
       argv: the command line, program name first; default: this process's.
       title: stands above the flags in `--help`; default: the script's docstring.
-      **defaults: of flags, in place of fedvi's own, for command lines without a flag
-        file, which means the same whoever reads it. `algorithm` is that of the others
-        too.
+      **defaults: of flags, for command lines without a flag file, which means the same
+        whoever reads it; but for `algorithm`, which is always the default.
     """
     argv = sys.argv if argv is None else argv
 

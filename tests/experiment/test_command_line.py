@@ -507,7 +507,11 @@ def test_the_help_is_in_groups_and_of_the_chosen_methods():
 # A user's own.
 
 
-def test_an_own_algorithms_options_become_flags(own_module):
+def test_an_own_algorithms_options_become_flags(own_module, tmp_path):
+    file = tmp_path / "own.flags"
+    file.write_text("--algorithm=fedavg,own_parts:pull\n--strength=4")
+    runs = read(f"--flagfile={file}")
+    assert [config.options for config, _ in runs] == [{}, {"strength": 4.0}]
     [(config, options)] = read("--algorithm=own_parts:pull:ksd", "--strength=3")
     assert (config.algorithm, config.selection) == ("own_parts:pull", "ksd")
     assert config.options == {"strength": 3.0}
