@@ -98,9 +98,9 @@ def test_a_commit_that_was_not_settled_can_be_taken_back(tmp_path, kept):
         store.commit({"round": round_index})
     round_index = 2 if kept == "the last" else 1
     before = sorted(tmp_path.iterdir())
-    reader = ClientStore(LIKE, 20, tmp_path, read_only=True)
-    for asked in (round_index, 3 - round_index, round_index):
-        reader.pick({"round": asked})
+    for asked in (1, 2):
+        reader = ClientStore(LIKE, 20, tmp_path, read_only=True)
+        assert reader.pick({"round": asked}) == (asked == 1)
         check(reader, dict.fromkeys(range(3), asked), 20)
     with pytest.raises(ValueError, match="read only"):
         reader.write(np.arange(1), states_of([7]))

@@ -282,7 +282,7 @@ def test_a_tree_is_read_back_without_a_likeness(tmp_path):
     tree = {
         "scores": {
             "a b": Moments(np.arange(3.0), np.int8([[1]])),
-            "x": np.ones((0, 2)),
+            "x": np.ones(0),
         },
         "pair": (Moments(np.int32(3), np.zeros(1)), jnp.ones(2, jnp.bfloat16)),
     }
