@@ -11,6 +11,8 @@ minute or two on two cores. Every line works the same in a notebook.
 import fedvi
 from fedvi.experiment import ExperimentConfig, RunOptions
 
+RULES = ("before", "global", "client")  # no temperature, one for all, one a client
+
 # What: 20 clients with 30 images each, five of each of three digits for training; ten
 # of each are held out, half to choose settings by, half to calibrate with.
 config = ExperimentConfig(
@@ -24,7 +26,7 @@ config = ExperimentConfig(
     validation_fraction=1 / 3,
     calibration_fraction=1 / 3,
     hidden=(100,),
-    rounds=60,
+    rounds=40,
     fraction=0.5,
     epochs=5,
     batch_size=15,
@@ -50,8 +52,11 @@ print(f"client 3: {predicted.probabilities.shape=}")
 print(f"its least certain image: entropy {predicted.entropy.max():.2f} nats")
 
 # Trust: temperatures and prediction sets from data that nobody trained on.
-for model, sets in run.summary["conformal"].items():
-    print(model, "sets for 90 %:", sets)
+for model in ("global", "personal"):
+    nll = {rule: run.summary["recalibration"][model][rule]["nll"] for rule in RULES}
+    sets = run.summary["conformal"][model]["lac"]["global"]
+    print(f"{model}: NLL", ", ".join(f"{rule} {nll[rule]:.3f}" for rule in RULES))
+    print(f"  sets cover {sets['coverage']:.1%}, hold {sets['set_size']:.2f} classes")
 worst = min(run.per_client(), key=lambda row: row["personal_accuracy"])
 print("worst served:", {key: worst[key] for key in ("client", "personal_accuracy")})
 
