@@ -22,6 +22,7 @@ __all__ = [
     "layerwise",
     "minimise",
     "num_steps",
+    "squared_gradients",
     "unless_zero",
 ]
 
@@ -396,3 +397,35 @@ def minimise(
     layers, _, total = fold_minibatches(key, data, training, step, start)
     steps = jnp.maximum(num_steps(data.size, training), 1)
     return like_flats(layers, params), total / steps
+
+
+def squared_gradients(key, params, data, training: LocalTraining, loss: Callable):
+    """Σ_j (∂ℓ_j/∂θ)², one client's examples one by one.
+
+    With ℓ_j = -log p(y_j|x_j, θ) it is the diagonal of the empirical Fisher
+    information, which a Laplace approximation takes for the curvature of Σ_j ℓ_j.
+
+    Args:
+      key: typed PRNG key, split for `loss`.
+      params: θ, pytree.
+      data: one client's `ClientData`.
+      training: of which the batch size says how many gradients memory holds at once.
+      loss: as of `minimise`; it gets batches of one example.
+
+    Returns:
+      A pytree like `params`; zeros of an empty client.
+    """
+    layers = trees(params)
+
+    def step(key, total, batch):
+        def square(x, y, real):
+            one = Batch(x[None], y[None], real[None])
+            gradient = jax.grad(loss, argnums=1)(key, layers, one)
+            return jax.tree.map(lambda g: jnp.where(real, g**2, 0.0), gradient)
+
+        squares = jax.vmap(square)(*batch)
+        return jax.tree.map(lambda t, s: t + s.sum(axis=0), total, squares)
+
+    zeros = jax.tree.map(jnp.zeros_like, layers)
+    total = fold_minibatches(key, data, training.one_pass(), step, zeros)
+    return like_flats(total, params)

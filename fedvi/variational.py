@@ -238,7 +238,14 @@ class BayesianNetwork:
 
 
 def posterior_estimate(
-    name: str, network: BayesianNetwork, global_of: Callable, **functions
+    name: str,
+    network: BayesianNetwork,
+    global_of: Callable,
+    init: Callable,
+    client_update: Callable,
+    server_update: Callable,
+    personalise: Callable,
+    **functions,
 ) -> Algorithm:
     """The `Algorithm` of a method whose models are posteriors of `network.family`.
 
@@ -246,11 +253,19 @@ def posterior_estimate(
       name: of the method.
       network: what predicts.
       global_of: `(server) -> q`, the global posterior.
-      **functions: the other fields of `Algorithm`; `personalise` returns a posterior.
+      init: of `Algorithm`, like the next two.
+      client_update: likewise.
+      server_update: likewise.
+      personalise: likewise; it returns a posterior.
+      **functions: other fields of `Algorithm`.
     """
     distribution = network.family.distribution
     return Algorithm(
-        name=name,
+        name,
+        init,
+        client_update,
+        server_update,
+        personalise=personalise,
         global_predictive=lambda key, server, x, mask: network.predict(
             key, global_of(server), x, mask
         ),

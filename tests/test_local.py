@@ -21,6 +21,7 @@ from fedvi.local import (
     fold_minibatches,
     layerwise,
     minimise,
+    squared_gradients,
 )
 
 CAPACITY, FEATURES = 500, 4
@@ -480,3 +481,26 @@ def test_the_bound_of_gradient_steps_is_where_they_begin_to_diverge(momentum):
     with pytest.raises(ValueError, match=f"zeta=3.0 .*learning_rate={most:.3g} on"):
         check_stable(above, curvature, "zeta=3.0")
     check_stable(above, 0.0, "zeta=0.0")
+
+
+def test_squared_gradients_are_those_of_single_examples():
+    """Of softmax regression, (p - e_y)² x² by hand; padding is not looked at."""
+    rng = np.random.default_rng(3)
+    weights = rng.normal(size=(FEATURES, 3)).astype(np.float32)
+    x = np.where(np.arange(9)[:, None] < 7, X[:9], np.nan)
+    data = ClientData(x, Y[:9], np.int32(7))
+
+    def loss(key, params, batch):
+        return cross_entropy(batch.x @ params["w"], batch.y, batch.mask)
+
+    params = {"w": jnp.array(weights)}
+    training = LocalTraining(epochs=5, batch_size=3, steps=1)
+    found = squared_gradients(jax.random.key(0), params, data, training, loss)
+    logits = X[:7].astype(np.float64) @ weights
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    error = p - np.eye(3)[Y[:7]]
+    expected = np.einsum("nf,nc->fc", X[:7].astype(np.float64) ** 2, error**2)
+    np.testing.assert_allclose(found["w"], expected, rtol=1e-5)
+    empty = data._replace(size=np.int32(0))
+    nothing = squared_gradients(jax.random.key(0), params, empty, training, loss)
+    assert not nothing["w"].any()

@@ -2,7 +2,7 @@
 
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
-from fedvi.algorithms.common import point_estimate, train_from
+from fedvi.algorithms.common import plain_loss, point_estimate, train_from
 from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
@@ -21,6 +21,7 @@ from fedvi.algorithms.registry import (
     register,
 )
 from fedvi.algorithms.sfedbayes import sfedbayes
+from fedvi.variational import posterior_estimate
 
 __all__ = [
     "ALGORITHMS",
@@ -40,7 +41,9 @@ __all__ = [
     "options_of",
     "parallel_dsvgd",
     "pfedbayes",
+    "plain_loss",
     "point_estimate",
+    "posterior_estimate",
     "register",
     "sfedbayes",
     "train_from",

@@ -482,8 +482,13 @@ def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
                 for _, key, factor, digits in columns
             ]
         )
+    return _in_columns(lines)
+
+
+def _in_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Cells under their headers, which are underlined."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * width for width in widths])
+    lines = [lines[0], ["-" * width for width in widths], *lines[1:]]
     return "\n".join(
         "  ".join(
             [line[0].ljust(widths[0])]
@@ -516,47 +521,60 @@ def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
 
 
 def differences(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """What every run's personalised models do better or worse than the first run's.
+    """What every run's models do better or worse than the first run's.
 
     Args:
       summaries: what the `summary.json` of each holds.
       names: what to call them.
 
     Returns:
-      A line for accuracy and one for NLL: differences by seed, their mean ± standard
-      error (sample standard deviation / √seeds), and how many errors Student's t asks
-      for. Empty for one run, one seed, runs of different seeds, or without personalised
-      models.
+      A table of the accuracy and the NLL of the global models, where the first run has
+      one, and one of the personalised models: differences by seed, their mean ±
+      standard error (sample standard deviation / √seeds), and how many errors Student's
+      t asks for. Empty for one run, one seed, runs of different seeds, and the means of
+      a `window`.
     """
-
-    def figures(summary, key):
-        seeds = [one.get("mean_of_last_rounds") or one for one in summary["per_seed"]]
-        return np.array([one["personal"][key] for one in seeds], float)
-
     seeds = [summary["seeds"] for summary in summaries]
     windows = any(summary.get("window") for summary in summaries)
-    if (
-        len(seeds) < 2
-        or len(seeds[0]) < 2
-        or windows
-        or seeds.count(seeds[0]) < len(seeds)
-    ):
+    if len(seeds) < 2 or len(seeds[0]) < 2 or windows:
         return ""
-    several = len(seeds[0])
-    lines = [
-        f"personalised models minus those of {names[0]}, mean ± standard error of "
-        f"{several} seeds' differences; told from 0 (95 %) beyond "
-        f"{stdtrit(several - 1, 0.975):.1f} errors:"
+    if seeds.count(seeds[0]) < len(seeds):
+        return ""
+    parts = [
+        f"minus {names[0]}, seed by seed: mean ± standard error of {len(seeds[0])} "
+        "differences; told from 0 (95 %) beyond "
+        f"{stdtrit(len(seeds[0]) - 1, 0.975):.1f} errors:"
     ]
-    for key, header, digits in (("accuracy", "accuracy %", 2), ("nll", "NLL", 3)):
-        first, *others = (figures(summary, key) for summary in summaries)
-        parts = []
-        for name, values in zip(names[1:], others):
-            gaps = values - first
-            error = np.std(gaps, ddof=1) / np.sqrt(gaps.size)
-            parts.append(f"{name} {gaps.mean():+.{digits}f} ± {error:.{digits}f}")
-        lines.append(f"  {header}: {', '.join(parts)}")
-    return "\n".join(lines)
+    for model in MODELS:
+        has = [model != "global" or summary["global_model"] for summary in summaries]
+        if has[0] and sum(has) > 1:
+            own = [
+                (name, summary)
+                for name, summary, one in zip(names, summaries, has)
+                if one
+            ]
+            parts.append(_differences_of(model, own))
+    return "\n\n".join([f"{parts[0]}\n{parts[1]}", *parts[2:]])
+
+
+def _differences_of(model: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """The table of one model's differences to the first run's."""
+
+    def gaps(summary, key):
+        seeds = [one.get("mean_of_last_rounds") or one for one in summary["per_seed"]]
+        return np.array([one[model][key] for one in seeds], float)
+
+    columns = (("accuracy %", "accuracy", 2), ("NLL", "nll", 3))
+    lines = [[f"method ({model})", *(header for header, *_ in columns)]]
+    (_, first), *others = runs
+    for name, summary in others:
+        cells = []
+        for _, key, digits in columns:
+            values = gaps(summary, key) - gaps(first, key)
+            error = np.std(values, ddof=1) / np.sqrt(values.size)
+            cells.append(f"{values.mean():+.{digits}f} ± {error:.{digits}f}")
+        lines.append([name, *cells])
+    return _in_columns(lines)
 
 
 def common_folder(options: Sequence[RunOptions]) -> Path | None:

@@ -273,13 +273,18 @@ def _sharing(groups: Sequence[Sequence[Experiment]]) -> str:
     if shared:
         line += f"; one program for all values of {', '.join(shared)}"
     if len(groups) > 1:
-        firsts = [setup.flat_settings(own[0].config) for own in groups]
-        names = [
+        by_method: dict[str, list[dict[str, Any]]] = {}
+        for own in groups:
+            config = own[0].config
+            settings = setup.flat_settings(config)
+            by_method.setdefault(config.method, []).append(settings)
+        names = ["method"] * (len(by_method) > 1) + [
             name
-            for name in dict.fromkeys(name for one in firsts for name in one)
-            if name not in shared and len({str(o.get(name)) for o in firsts}) > 1
+            for own in by_method.values()
+            for name in own[0]
+            if name not in shared and len({str(one[name]) for one in own}) > 1
         ]
-        line += f"; another for each of {', '.join(names) or 'them'}"
+        line += f"; another for each {', '.join(dict.fromkeys(names)) or 'of them'}"
     return line
 
 

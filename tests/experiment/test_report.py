@@ -153,25 +153,39 @@ def test_what_was_not_measured_is_no_figure():
 
 
 def test_differences_are_taken_seed_by_seed():
-    def run(method, accuracies):
+    def run(method, accuracies, global_model=True):
         seeds = [
-            {"personal": {"accuracy": accuracy, "nll": accuracy / 100}}
+            {
+                "personal": {"accuracy": accuracy, "nll": accuracy / 100},
+                "global": {"accuracy": 10.0, "nll": accuracy},
+            }
             for accuracy in accuracies
         ]
-        return {"method": method, "seeds": [0, 1], "per_seed": seeds}
+        return {
+            "method": method,
+            "seeds": [0, 1],
+            "per_seed": seeds,
+            "global_model": global_model,
+        }
 
     def of(*summaries):
         return differences(summaries, [summary["method"] for summary in summaries])
 
     first, other = run("a", [50.0, 70.0]), run("b", [53.0, 72.0])
-    title, *lines = of(first, other, run("c", [50.0, 60.0])).splitlines()
-    assert "those of a," in title and "standard error of 2" in title
+    third = run("c", [50.0, 60.0], global_model=False)
+    title, *lines = of(first, other, third).splitlines()
+    assert title.startswith("minus a, seed by seed: mean ± standard error of 2")
     assert title.endswith("beyond 12.7 errors:")  # Student's t, one degree of freedom
     # 3 and 2; 0 and -10: their spread, not that of the seeds.
-    assert lines == [
-        "  accuracy %: b +2.50 ± 0.50, c -5.00 ± 5.00",
-        "  NLL: b +0.025 ± 0.005, c -0.050 ± 0.050",
+    assert [cells(line) for line in lines if "---" not in line] == [
+        ["method (global)", "accuracy %", "NLL"],
+        ["b", "+0.00 ± 0.00", "+2.500 ± 0.500"],
+        [],
+        ["method (personal)", "accuracy %", "NLL"],
+        ["b", "+2.50 ± 0.50", "+0.025 ± 0.005"],
+        ["c", "-5.00 ± 5.00", "-0.050 ± 0.050"],
     ]
+    assert of(third, other).count("method (") == 1
     assert of(first) == of(first, other | {"seeds": [1, 2]}) == ""
     assert of(first, other | {"window": {"rounds": 4}}) == ""
     alone = [
