@@ -36,6 +36,7 @@ def option(
     source: str = "",
     choices: Any = None,
     traced: bool = False,
+    evaluation: Literal["", "rows", "after"] = "",
     **bounds: float,
 ) -> Any:
     """One option: a dataclass field.
@@ -48,6 +49,9 @@ def option(
         `Literal[...]` says so by itself.
       traced: it is a number in a formula, and may be a value that JAX traces; else it
         decides shapes or which functions run, and is static.
+      evaluation: nothing but evaluations reads it, so that a trained run can be
+        measured anew with another value: "rows", every evaluation does; "after", only
+        what is measured once, after training. Empty: training depends on it.
       **bounds: of `at_least, above, at_most, below`.
     """
     if unknown := set(bounds) - set(_BOUNDS):
@@ -59,6 +63,7 @@ def option(
             "source": source,
             "choices": choices,
             "traced": traced,
+            "evaluation": evaluation,
             "bounds": bounds,
         },
     )

@@ -299,6 +299,12 @@ class CsvFile:
             self.path.unlink(missing_ok=True)
             self._columns = []
 
+    def replace_round(self, round_index: int, *rows: Mapping[str, Any]) -> None:
+        """Puts rows in the place of those of a round, the last one, atomically."""
+        columns, found = self._read()
+        before = [row for row in found if int(row["round"]) < round_index]
+        self._replace(columns, [*before, *rows])
+
     def rows(self) -> list[dict[str, Any]]:
         """The rows: int, float, str, or None for an empty cell."""
         return [

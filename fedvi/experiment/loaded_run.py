@@ -276,7 +276,9 @@ class LoadedRun:
         if self.finished:
             return self.summary["data_sha256"]
         path = self.folder / folder.CHECKPOINT
-        return checkpoint.read_notes(path)[0]["data_sha256"] if path.exists() else None
+        if not path.exists():
+            return None
+        return checkpoint.read_notes(path).config["data_sha256"]
 
     @property
     def data(self) -> FederatedData:
