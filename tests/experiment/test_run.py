@@ -418,7 +418,7 @@ def test_an_extended_run_is_a_straight_one(tmp_path, compiled, capsys):
 
 
 def test_a_finished_run_is_measured_anew(run_dir, tmp_path, monkeypatch, capsys):
-    """With other settings of evaluation: nothing is trained, and a kill loses nothing."""
+    """By other settings of evaluation: nothing is trained, and a kill loses nothing."""
     copied(run_dir, tmp_path)
     again = options(tmp_path, resume=True)
     config = change(finetune_epochs=0, finetune_curve=(0,))
@@ -465,9 +465,7 @@ def test_what_training_depends_on_stays(tmp_path):
 
     def error_of(there, done, **here):
         built = setup.experiment(change(there, **here), loaded=load_data(CONFIG))
-        config = setup.resolve(there).to_dict()
-        config["augment"] = False
-        config["data_sha256"] = built.data_sha256
+        config = setup.identity(setup.resolve(there).to_dict(), built.data_sha256)
         notes = {"config": config, "round": done, "problems": {}, "extended_from": []}
         npz_tree.save(path, {}, notes)
         try:
@@ -506,7 +504,8 @@ def test_an_extended_run_says_what_becomes_of_the_learning_rate(tmp_path):
 
 @pytest.mark.parametrize("name", ["pfedbayes", "fedabml", "fedhb_niw"])
 def test_settings_of_evaluation_change_nothing_in_training(name):
-    built = setup.experiment(change(algorithm=name, options={}, optimizer="adam"))
+    network = {"model": "mlp", "hidden": (4,), "optimizer": "adam"}
+    built = setup.experiment(change(algorithm=name, **network))
     other = {"num_samples": 3, "prediction": "sample", "finetune_steps": 2}
     names = built.evaluation_settings()
     changed = {k: v for k, v in other.items() if names.get(f"options.{k}") == "rows"}
