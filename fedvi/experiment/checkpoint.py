@@ -37,12 +37,14 @@ class Kept(NamedTuple):
       problems: of these rounds.
       extended_from: `{"rounds": r, "done": d}` for every time that the run was given
         another number of rounds, r before, after round d.
+      note: one line on what is not as it was when it was saved; empty: nothing.
     """
 
     states: State
     round: int
     problems: Problems
     extended_from: tuple[dict[str, int], ...] = ()
+    note: str = ""
 
 
 class Notes(NamedTuple):
@@ -78,7 +80,7 @@ def restore_run(experiment: Experiment, run_dir: Path, shapes: State) -> Kept | 
     """Reads the checkpoint of a run folder; None if the run was stopped before one.
 
     The run may go on with another number of rounds, and be measured with other settings
-    that nothing but evaluations reads (`fedvi.option(evaluation=)`); a line says so.
+    that nothing but evaluations reads (`fedvi.option(evaluation=)`); its note says so.
 
     Raises:
       ValueError: the folder's run belongs to another configuration or other data, or
@@ -100,7 +102,7 @@ def restore_run(experiment: Experiment, run_dir: Path, shapes: State) -> Kept | 
         raise ValueError(
             _mismatch(path, {k: v for k, v in changed.items() if k not in allowed})
         )
-    extended = notes.extended_from
+    extended, note = notes.extended_from, []
     if "rounds" in changed:
         before = notes.config["rounds"]
         if config.rounds < notes.round:
@@ -110,11 +112,11 @@ def restore_run(experiment: Experiment, run_dir: Path, shapes: State) -> Kept | 
                 "--overwrite"
             )
         extended = (*extended, {"rounds": before, "done": notes.round})
-        print(_extension(config, before, notes.round))
+        note.append(_extension(config, before, notes.round))
     if measured := {k: v for k, v in changed.items() if k != "rounds"}:
-        print(f"measured by other settings: {_pairs(measured)}")
+        note.append(f"measured by other settings: {_pairs(measured)}")
     states, _ = npz_tree.restore(path, shapes)
-    return Kept(states, notes.round, notes.problems, extended)
+    return Kept(states, notes.round, notes.problems, extended, "; ".join(note))
 
 
 def _extension(config: ExperimentConfig, before: int, done: int) -> str:

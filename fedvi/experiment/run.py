@@ -346,6 +346,8 @@ def _restored(
         done = restored and restored.round
         processes.agree({f"the round of {run_dir}'s checkpoint": done})
         if restored is not None:
+            if restored.note:
+                print(restored.note)
             extended = restored.extended_from
             processes.on_first(
                 lambda: checkpoint.check_rows(
