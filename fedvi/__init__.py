@@ -47,6 +47,7 @@ __all__ = [
     "load_runs",
     "nn",
     "option",
+    "plots",
     "selection",
     "stein",
     "sweep",
@@ -55,10 +56,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`fedvi.experiment`, and what it gives, when it is first asked for: notebooks
-    often do without."""
-    if name == "experiment":
-        return importlib.import_module("fedvi.experiment")
+    """`fedvi.experiment`, what it gives, and `fedvi.plots`, when they are first asked
+    for: notebooks often do without."""
+    if name in ("experiment", "plots"):
+        return importlib.import_module(f"fedvi.{name}")
     if name in ("load_run", "load_runs", "sweep"):
         return getattr(importlib.import_module("fedvi.experiment"), name)
     raise AttributeError(f"module 'fedvi' has no attribute {name!r}")

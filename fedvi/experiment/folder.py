@@ -23,17 +23,14 @@ __all__ = [
     "CHECKPOINT",
     "CLIENTS",
     "CONFIG",
-    "ENTROPY_DENSITY",
     "EVALUATION",
-    "FINETUNE_CURVE",
-    "LEARNING_CURVES",
+    "FORMATS",
     "METRICS",
-    "RELIABILITY",
+    "PICTURES",
     "RUN_FILES",
     "SELECTION",
     "STORE",
     "SUMMARY",
-    "UNCERTAINTY",
     "VERSION",
     "CsvFile",
     "clients_rows",
@@ -58,11 +55,17 @@ SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint.npz"
 EVALUATION = "evaluation.npz"
 STORE = "clients"  # a folder: clients' states of a stream
-LEARNING_CURVES = "learning_curves.png"
-RELIABILITY = "reliability.png"
-UNCERTAINTY = "uncertainty.png"
-FINETUNE_CURVE = "finetune_curve.png"
-ENTROPY_DENSITY = "entropy_density.png"
+PICTURES = (
+    "learning_curves",
+    "uncertainty",
+    "reliability",
+    "per_client",
+    "finetune_curve",
+    "entropy_density",
+    "conformal",
+    "risk_coverage",
+)
+FORMATS = ("png", "svg", "pdf")
 RUN_FILES = (
     CONFIG,
     CLIENTS,
@@ -72,11 +75,7 @@ RUN_FILES = (
     CHECKPOINT,
     EVALUATION,
     STORE,
-    LEARNING_CURVES,
-    RELIABILITY,
-    UNCERTAINTY,
-    FINETUNE_CURVE,
-    ENTROPY_DENSITY,
+    *(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS),
 )
 
 
@@ -147,13 +146,15 @@ def writing(run_dir: str | Path) -> Iterator[None]:
         raise
     except OSError as error:
         name = f"{Path(os.fsdecode(error.filename)).name}: " if error.filename else ""
-        saved = "nothing was saved yet"
-        if os.path.exists(Path(run_dir) / CHECKPOINT):
+        saved, remedy = "nothing was saved yet", "go on with --resume"
+        if os.path.exists(Path(run_dir) / SUMMARY):
+            saved, remedy = "only pictures are missing", "draw them by `fedvi report`"
+        elif os.path.exists(Path(run_dir) / CHECKPOINT):
             saved = "its last checkpoint is whole"
         raise ValueError(
             f"run_dir={run_dir} cannot be written to ({name}"
-            f"{error.strerror or error}): {saved}; see that there is room, then go on "
-            "with --resume"
+            f"{error.strerror or error}): {saved}; see that there is room, then "
+            f"{remedy}"
         ) from error
 
 

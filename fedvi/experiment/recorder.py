@@ -1,4 +1,4 @@
-"""What one run writes: its rows, checkpoints and, at the end, its summary and plots."""
+"""What one run writes: rows, checkpoints and, at the end, summary and pictures."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedvi import __version__
+from fedvi import __version__, plots
 from fedvi.evaluation import Scores
 from fedvi.experiment import (
     checkpoint,
@@ -15,7 +15,6 @@ from fedvi.experiment import (
     final_measurements,
     folder,
     npz_tree,
-    plots,
     processes,
     report,
     rows,
@@ -24,6 +23,7 @@ from fedvi.experiment.checkpoint import Kept
 from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import RunOptions
 from fedvi.experiment.folder import CsvFile
+from fedvi.experiment.loaded_run import load_run
 from fedvi.experiment.problems import Problems
 from fedvi.experiment.setup import Experiment
 from fedvi.federation import BaseFederation, RoundMetrics, State
@@ -155,7 +155,7 @@ class Recorder:
     def finish(
         self, states: State, evaluation: Evaluation, compile_seconds: float, plan: str
     ) -> dict[str, Any]:
-        """What is measured once, plots, `summary.json`; all processes get what that
+        """What is measured once, `summary.json`, pictures; all processes get what that
         holds."""
         config = self.config
         curve, uncertainty, out = None, None, None
@@ -186,17 +186,9 @@ class Recorder:
                 devices=list(self.federation.mesh.devices.flat),
                 per_round=self._per_round,
             )
-            drawn = plots.draw(
-                self.run_dir,
-                self.experiment,
-                rows=evaluations,
-                scores=evaluation.scores,
-                uncertainty=uncertainty,
-                summary=result,
-            )
             folder.write_json(self.run_dir / folder.SUMMARY, result)
-            if not drawn:
-                print("no plots: they need matplotlib (pip install 'fedvi[plots]')")
+            if not plots.draw(load_run(self.run_dir)):
+                print("no pictures: they need matplotlib (pip install 'fedvi[plots]')")
             return result
 
         return processes.on_first(write)

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from scipy.special import stdtrit
 
-from fedvi import __version__
-from fedvi.experiment import folder, plots
+from fedvi import __version__, plots
+from fedvi.experiment import folder
 from fedvi.experiment.communication import RoundBytes
 from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.labels import labels, marked
 from fedvi.experiment.rows import MODELS, by_method, trouble
-from fedvi.experiment.setup import Experiment, settings
+from fedvi.experiment.setup import Experiment
 
 __all__ = [
     "PLOT",
@@ -26,7 +27,6 @@ __all__ = [
     "comparison",
     "differences",
     "failures",
-    "labels",
     "over_seeds",
     "seed_figures",
     "summary",
@@ -210,6 +210,7 @@ def summary(
         "problems": dict(problems),
         "clients": len(experiment.data.train.size),
         "clients_with_data": experiment.task.clients,
+        "classes": experiment.data.classes,
         "novel_clients": experiment.novel.tolist(),
         "true_clusters": None if true_clusters is None else true_clusters.tolist(),
         "participants": experiment.selection.size,
@@ -371,54 +372,6 @@ def table_rows(
     return rows
 
 
-def labels(
-    summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
-) -> list[str]:
-    """What to call each run beside the others: its method, and what it alone has.
-
-    Runs that differ in nothing but the seed have one label; those of one method that
-    differ in settings have them in it (`fedhb_niw penalty_scale=0.1`), and those that
-    do not differ at all the name of their folder.
-
-    Args:
-      summaries: what the `summary.json` of each holds.
-      options: of the runs.
-    """
-    made_from = [_settings(summary) for summary in summaries]
-    result = []
-    for summary, own in zip(summaries, made_from):
-        same = [
-            other
-            for other, one in zip(made_from, summaries)
-            if one["method"] == summary["method"]
-        ]
-        differing = [
-            key
-            for key in dict.fromkeys(key for one in same for key in one)
-            if any(one.get(key) != own.get(key) for one in same)
-        ]
-        if len(differing) > 1 and "data" in differing:
-            differing.remove("data")  # what differs in them is named
-        shown = [f"{key.removeprefix('options.')}={own.get(key)}" for key in differing]
-        result.append(" ".join([summary["method"], *shown]))
-    seeds: dict[str, list[int]] = {}
-    for label, summary in zip(result, summaries):
-        seeds.setdefault(label, []).extend(summary.get("seeds", [0]))
-    twice = {label for label, own in seeds.items() if len(set(own)) < len(own)}
-    names = [Path(one.run_dir).name for one in options]
-    if len(set(names)) < len(names):
-        names = [one.run_dir for one in options]
-    return [
-        f"{label} ({name})" if label in twice else label
-        for label, name in zip(result, names)
-    ]
-
-
-def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is made from, but for its seeds."""
-    return settings(summary["config"]) | {"data": str(summary.get("data_sha256"))[:8]}
-
-
 def comparison(
     summaries: Sequence[Mapping[str, Any]], options: Sequence[RunOptions]
 ) -> str:
@@ -429,7 +382,7 @@ def comparison(
       options: of the runs.
     """
     titles: dict[str, list[str]] = {}
-    rows, names = [], labels(summaries, options)
+    rows, names = [], labels(summaries, [one.run_dir for one in options])
     for summary, label in zip(summaries, names):
         titles.setdefault(table_title(summary), []).append(label)
         rows += table_rows(summary, label)
@@ -476,7 +429,7 @@ def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[f"method ({rows[0]['model']})", *(header for header, *_ in columns)]]
     for method, seeds in methods.items():
         lines.append(
-            [_marked(method, [row.get("failed", False) for row in seeds])]
+            [marked(method, [row.get("failed", False) for row in seeds])]
             + [
                 _mean_std([row.get(key) for row in seeds], factor, digits)
                 for _, key, factor, digits in columns
@@ -496,14 +449,6 @@ def _in_columns(lines: Sequence[Sequence[str]]) -> str:
         )
         for line in lines
     )
-
-
-def _marked(name: str, failed: Sequence[bool]) -> str:
-    """A name, with how many of its seeds came to nothing."""
-    if not any(failed):
-        return name
-    several = len(failed) > 1
-    return f"{name} ({f'{sum(failed)} of {len(failed)} seeds ' * several}failed)"
 
 
 def _mean_std(values: Sequence[Any], factor: float, digits: int) -> str:
@@ -607,58 +552,22 @@ def clear_comparison(where: Path) -> None:
         folder.remove(where / name)
 
 
-def write_comparison(
-    where: Path,
-    options: Sequence[RunOptions],
-    summaries: Sequence[Mapping[str, Any]],
-    text: str,
-) -> None:
-    """Writes the plot and the table. Says so, and no more, if that cannot be done:
+def write_comparison(where: Path, runs: Iterable[Any], text: str) -> None:
+    """Writes the picture and the table. Says so, and no more, if that cannot be done:
     the runs are finished.
 
     Args:
       where: of `common_folder`.
-      options: of the runs, whose `metrics.csv` are read.
-      summaries: what the `summary.json` of each holds.
+      runs: of `load_run`, which may find something wrong with one.
       text: the closing table with its title.
     """
-    title = ", ".join(
-        dict.fromkeys(f"{s['dataset']}, {s['evaluated_on']} data" for s in summaries)
-    )
     try:
         folder.write_atomically(
             where / TABLE, lambda file: file.write(f"{text}\n".encode())
         )
-        rows = _rows(options, summaries)
-        if rows:
-            if plots.comparison_curves(where / PLOT, rows, title=title):
-                print(f"learning curves of all: {where / PLOT}")
-    except (OSError, ValueError) as error:
+        runs = list(runs)
+        if any(run.evaluations for run in runs):
+            plots.learning_curves(runs, where / PLOT)
+            print(f"learning curves of all: {where / PLOT}")
+    except (ImportError, OSError, ValueError) as error:
         print(f"no comparison in {where}: {error}")
-
-
-def _rows(
-    options: Sequence[RunOptions], summaries: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The rows of all runs, each with its label as `method`, of those models that it
-    has.
-
-    Raises:
-      ValueError: a `metrics.csv` that was changed or cut short.
-    """
-    names = labels(summaries, options)
-    failed: dict[str, list[bool]] = {}
-    for name, summary in zip(names, summaries):
-        seeds = [row["failed"] for row in table_rows(summary)[:: len(MODELS)]]
-        failed.setdefault(name, []).extend(seeds)
-    rows = []
-    for name, one, summary in zip(names, options, summaries):
-        own = folder.metrics_rows(one.run_dir)
-        path, last = Path(one.run_dir) / folder.METRICS, summary["rounds"]
-        if path.exists() and (not own or own[-1]["round"] != last):
-            raise ValueError(folder.damaged(path, f"no last row of round {last}"))
-        for row in own:
-            if not summary["global_model"]:
-                row = {k: v for k, v in row.items() if not k.startswith("global_")}
-            rows.append({"method": _marked(name, failed[name]), **row})
-    return rows

@@ -23,6 +23,7 @@ from fedvi.experiment import (
 )
 from fedvi.experiment.checkpoint import Kept
 from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.experiment.loaded_run import load_run
 from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.session import Session
 from fedvi.experiment.setup import Experiment, identity
@@ -120,7 +121,7 @@ def _run_all(
         text = report.comparison(summaries, all_options)
         if common is not None:
             processes.on_first(
-                lambda: report.write_comparison(common, all_options, summaries, text)
+                lambda: report.write_comparison(common, map(load_run, folders), text)
             )
     print(f"\n{text}")
     print("run folders:" if len(runs) > 1 else "run folder:")

@@ -6,15 +6,17 @@ shows here and not after the first block of a run.
 """
 
 import dataclasses
+import types
 import typing
 
 import jax
 import numpy as np
 import pytest
 
+from fedvi import plots
 from fedvi.algorithms import ALGORITHMS, options_of
 from fedvi.evaluation import Scores
-from fedvi.experiment import ExperimentConfig, RunOptions, plots, report, rows, setup
+from fedvi.experiment import ExperimentConfig, RunOptions, report, rows, setup
 from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.problems import Problems
@@ -119,6 +121,7 @@ def tell(run_dir, experiment, federation) -> None:
         experiment,
         round_index=1,
         seeds=[0],
+        measured=federation.messages.metrics,
         metrics=metrics,
         scores=scores,
         clusters=None,
@@ -144,12 +147,14 @@ def tell(run_dir, experiment, federation) -> None:
     if (columns := frozenset(found[0])) not in PLOTTED:
         PLOTTED.add(columns)
         plots.draw(
-            run_dir,
-            experiment,
-            rows=found,
-            scores=scores,
-            uncertainty=None,
-            summary=summary,
+            types.SimpleNamespace(
+                folder=run_dir,
+                config=experiment.config,
+                summary=summary,
+                evaluations=found,
+                scores=scores,
+                evaluation={},
+            )
         )
 
 

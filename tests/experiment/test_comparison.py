@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from fedvi import experiment
-from fedvi.experiment import folder, report, setup
+from fedvi.experiment import folder, labels, report, setup
 from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.plots.runs import named
 
 CONFIG = ExperimentConfig(
     algorithm="fedavg",
@@ -32,10 +33,11 @@ def options(run_dir, **more):
 def finish(run_dir, config, accuracy):
     """Leaves there what a finished run leaves."""
     run_dir.mkdir()
+    folder.write_json(run_dir / folder.CONFIG, config.to_dict())
     metrics = folder.CsvFile(run_dir / folder.METRICS)
     figures = {"accuracy": accuracy, "nll": 1.0, "ece": 0.1}
     row = {f"global_{key}": value for key, value in figures.items()}
-    for round_index in range(1, config.rounds + 1):
+    for round_index in range(config.rounds + 1):
         metrics.append({"round": round_index, "seed": config.seed, **row})
     folder.write_json(
         run_dir / folder.SUMMARY,
@@ -87,37 +89,33 @@ def test_runs_of_one_folder_leave_their_plot_and_table(runs, tmp_path, capsys):
     ]
 
 
-def test_the_curves_come_from_each_runs_rows(runs, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        report.plots,
-        "comparison_curves",
-        lambda path, rows, title: drawn.append(rows),
-    )
-    summaries = experiment.run_all(runs)
-    assert [(row["method"], row["round"]) for row in drawn[0]] == [
-        (method, round_index)
-        for method in ("fedavg", "fedavg:round_robin")
-        for round_index in (1, 2, 3)
-    ]
-    assert drawn[0][-1]["global_accuracy"] == 51.0
-    same = [summary | {"method": "fedavg"} for summary in summaries]
-    report.write_comparison(tmp_path, [one for _, one in runs], same, "text")
-    assert [row["method"] for row in drawn[1][::3]] == [
-        "fedavg selection=uniform",
-        "fedavg selection=round_robin",
-    ]
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn of several runs: names, each with its curve of the accuracy."""
+    pictures = []
+
+    def draw(runs, path):
+        pictures.append(
+            {
+                name: [
+                    [row["global_accuracy"] for row in run.evaluations] for run in own
+                ]
+                for name, own in named(runs).items()
+            }
+        )
+
+    monkeypatch.setattr(report.plots, "learning_curves", draw)
+    return pictures
 
 
-def test_only_what_differs_in_nothing_but_the_seed_is_a_seed(tmp_path, monkeypatch):
+def test_the_curves_come_from_each_runs_rows(runs, drawn):
+    experiment.run_all(runs)
+    assert drawn == [{"fedavg": [[50.0] * 4], "fedavg:round_robin": [[51.0] * 4]}]
+
+
+def test_only_what_differs_in_nothing_but_the_seed_is_a_seed(tmp_path, drawn):
     """Three penalties of one method, one of them with a second seed in a run of its
     own: each penalty has a row and a curve."""
-    drawn = []
-    monkeypatch.setattr(
-        report.plots,
-        "comparison_curves",
-        lambda path, rows, title: drawn.extend(rows) or True,
-    )
     runs, settings = [], [(1.0, 0), (2.0, 0), (3.0, 0), (3.0, 1)]
     for mu, seed in settings:
         config = dataclasses.replace(
@@ -131,8 +129,12 @@ def test_only_what_differs_in_nothing_but_the_seed_is_a_seed(tmp_path, monkeypat
         f"fedprox mu={mu}" for mu in (1.0, 2.0, 3.0)
     ]
     assert "60.00  " in rows[0] and "80.50 ± 0.71" in rows[2] and "±" not in rows[1]
-    assert [row["method"] for row in drawn[::3]] == [
-        f"fedprox mu={mu}" for mu, _ in settings
+    assert drawn == [
+        {
+            "fedprox mu=1.0": [[60.0] * 4],
+            "fedprox mu=2.0": [[70.0] * 4],
+            "fedprox mu=3.0": [[80.0] * 4, [81.0] * 4],
+        }
     ]
 
 
@@ -150,7 +152,7 @@ def test_rows_are_named_after_what_differs(tmp_path):
                     "seeds": [config["seed"]],
                 }
             )
-        return report.labels(summaries, [options(tmp_path / name) for name in names])
+        return labels.labels(summaries, [tmp_path / name for name in names])
 
     assert label({}, {"seed": 1}) == ["fedavg", "fedavg"]
     assert label({}, {"algorithm": "fedbabu", "rounds": 9}) == ["fedavg", "fedbabu"]

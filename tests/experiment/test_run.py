@@ -90,16 +90,17 @@ def summary_of(run_dir):
 
 
 def test_the_folder_holds_every_file(run_dir):
-    asked_for = {
-        folder.FINETUNE_CURVE,
-        folder.ENTROPY_DENSITY,
-        folder.SELECTION,
-        folder.STORE,
-    }
-    assert {p.name for p in run_dir.iterdir()} == set(folder.RUN_FILES) - asked_for
+    pictures = "learning_curves", "uncertainty", "reliability", "per_client"
+    kept = {
+        name
+        for name in folder.RUN_FILES
+        if not name.endswith(tuple(f".{kind}" for kind in folder.FORMATS))
+    } - {folder.SELECTION, folder.STORE}
+    drawn = {f"{name}.png" for name in pictures}
+    assert {path.name for path in run_dir.iterdir()} == kept | drawn
     config = json.loads((run_dir / folder.CONFIG).read_text())
     assert config == {"fedvi": __version__} | RESOLVED
-    for name in (folder.LEARNING_CURVES, folder.RELIABILITY, folder.UNCERTAINTY):
+    for name in drawn:
         assert (run_dir / name).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -239,7 +240,7 @@ def test_a_live_run_is_left_alone(run_dir, tmp_path, flags):
 
 
 @pytest.mark.parametrize(
-    "name", [folder.CHECKPOINT, folder.METRICS, folder.RELIABILITY, folder.SUMMARY]
+    "name", [folder.CHECKPOINT, folder.METRICS, "reliability.png", folder.SUMMARY]
 )
 def test_a_full_disk_ends_in_one_line_and_can_be_resumed(
     run_dir, tmp_path, monkeypatch, name
@@ -262,9 +263,11 @@ def test_a_full_disk_ends_in_one_line_and_can_be_resumed(
     monkeypatch.undo()
     message = str(error.value)
     assert f"run_dir={tmp_path} cannot be written to ({name}" in message
-    assert "No space left" in message and "--resume" in message
-    assert "\n" not in message
-    assert not (tmp_path / folder.SUMMARY).exists()
+    assert "No space left" in message and "\n" not in message
+    # Pictures come last, and are drawn again by themselves.
+    finished = name == "reliability.png"
+    assert ("--resume", "`fedvi report`")[finished] in message
+    assert (tmp_path / folder.SUMMARY).exists() == finished
     experiment.run(CONFIG, options(tmp_path, resume=True))
     straight, resumed = arrays_of(run_dir), arrays_of(tmp_path)
     for name in straight:
@@ -619,7 +622,7 @@ def test_a_run_whose_rounds_are_all_lost_has_failed(tmp_path, compiled, capsys):
     assert summary["problems"]["lost_rounds"] == {"7": 1}
     assert summary["per_seed"][0]["finite"] and summary["failed"]
     assert "\nfedavg (failed) " in capsys.readouterr().out
-    assert (tmp_path / folder.RELIABILITY).exists()
+    assert (tmp_path / "reliability.png").exists()
 
 
 @pytest.mark.parametrize(
