@@ -432,7 +432,7 @@ def test_a_finished_run_is_measured_anew(run_dir, tmp_path, monkeypatch, capsys)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.plots, "draw", stop)
+        patch.setattr(recorder.report, "summary", stop)
         with pytest.raises(KeyboardInterrupt):
             experiment.run(config, again)
     assert summary_of(tmp_path) == old
