@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def resident_bytes() -> int:
     if not status.exists():
         return sys.maxsize
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="session")
+def clients_of() -> Callable[..., ClientData]:
+    return make_clients
 
 
 @pytest.fixture(scope="session")

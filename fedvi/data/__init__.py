@@ -3,6 +3,7 @@
 from fedvi.data.client_data import (
     ClientData,
     FederatedData,
+    calibration_split,
     class_histogram,
     empty_clients,
     federate,
@@ -51,6 +52,7 @@ __all__ = [
     "FederatedData",
     "Partition",
     "by_group",
+    "calibration_split",
     "check_scale",
     "class_histogram",
     "class_majority",

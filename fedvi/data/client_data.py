@@ -13,6 +13,7 @@ from fedvi.data.sources import Dataset, settled
 __all__ = [
     "ClientData",
     "FederatedData",
+    "calibration_split",
     "class_histogram",
     "empty_clients",
     "federate",
@@ -148,25 +149,66 @@ def hold_out(federated: FederatedData, fraction: float, seed: int) -> FederatedD
     Raises:
       ValueError: `fraction` is not strictly between 0 and 1.
     """
+    train, test = _split(federated.train, fraction, seed)
+    note = f"test part = {fraction:g} of the training part"
+    return replace(
+        federated, train=train, test=test, fidelity=f"{federated.fidelity}; {note}"
+    )
+
+
+def calibration_split(
+    federated: FederatedData, fraction: float, seed: int
+) -> tuple[FederatedData, ClientData]:
+    """Splits a random fraction off every client's train part, as `hold_out` does.
+
+    For what is fitted after training and must not have been trained on: temperatures,
+    conformal thresholds. A client with a single training example keeps it, and has
+    nothing to calibrate with.
+
+    Args:
+      federated: the data.
+      fraction: of the training examples to split off, between 0 and 1.
+      seed: a client's choice depends on the seed and its id only, and is another one
+        than that of `hold_out`.
+
+    Returns:
+      (the data without them, what was split off, leaves `[clients, ...]`).
+
+    Raises:
+      ValueError: `fraction` is not strictly between 0 and 1, or no client has two
+        training examples.
+    """
+    # A longer seed is a stream of its own, beside that of `hold_out`.
+    train, calibration = _split(federated.train, fraction, seed, 1)
+    if not calibration.size.any():
+        raise ValueError(
+            f"fraction={fraction}: no client has two training examples, one to train "
+            "on and one to calibrate with: give the clients more data"
+        )
+    note = f"{calibration.size.sum():,} training examples kept for calibration"
+    changed = replace(federated, train=train, fidelity=f"{federated.fidelity}; {note}")
+    return changed, calibration
+
+
+def _split(
+    data: ClientData, fraction: float, seed: int, *stream: int
+) -> tuple[ClientData, ClientData]:
+    """(what is kept, a random `fraction` of it) of every client; two or more examples
+    are at least one in each."""
     if not 0 < fraction < 1:
         raise ValueError(f"fraction={fraction} must lie strictly between 0 and 1")
-    x, y, size = federated.train
+    x, y, size = data
     clients, capacity = y.shape
     kept, held = [], []
     for client, n in enumerate(size.tolist()):
         count = min(max(1, round(fraction * n)), n - 1) if n > 1 else 0
-        order = np.random.default_rng([seed, client]).permutation(n)
+        order = np.random.default_rng([seed, client, *stream]).permutation(n)
         slots = client * capacity + order
         kept.append(np.sort(slots[count:]))
         held.append(np.sort(slots[:count]))
     flat_x = x.reshape(clients * capacity, *x.shape[2:])
     flat_y = y.reshape(clients * capacity)
-    return replace(
-        federated,
-        train=_stack(flat_x, flat_y, kept),
-        test=_stack(flat_x, flat_y, held),
-        fidelity=f"{federated.fidelity}; test part = {fraction:g} of the training part",
-    )
+    return _stack(flat_x, flat_y, kept), _stack(flat_x, flat_y, held)
 
 
 def settled_clients(data: ClientData) -> ClientData:

@@ -12,6 +12,7 @@ from fedvi.codecs import CODECS
 from fedvi.data import CLUSTER_TRANSFORMS, NORMALISATIONS, PARTITIONS, FederatedData
 from fedvi.data.partitions import options_of
 from fedvi.data.sources import file_name
+from fedvi.evaluation import BINS
 from fedvi.nn import MODELS
 from fedvi.options import check, option
 from fedvi.selection import RULES
@@ -149,6 +150,14 @@ class ExperimentConfig:
         at_least=0,
         below=1,
     )
+    calibration_fraction: float = option(
+        0.0,
+        "Above 0: this part of every client's training data is trained on by nobody; "
+        "after training it fits temperatures and conformal thresholds "
+        "(docs/calibration.md).",
+        at_least=0,
+        below=1,
+    )
 
     normalise: str = option(
         "standardise",
@@ -267,6 +276,12 @@ class ExperimentConfig:
         evaluation="rows",
         at_least=1,
     )
+    calibration_bins: int = option(
+        BINS,
+        "Equally wide bins of confidence of ECE and MCE.",
+        evaluation="rows",
+        at_least=1,
+    )
     final_rounds: int = option(
         0,
         "F: evaluate after each of the last F rounds too, personalised models "
@@ -284,6 +299,21 @@ class ExperimentConfig:
         (),
         "After training, personalised accuracy after each of these numbers of "
         "fine-tuning epochs (FedABML Table 2: 0,1,2,3,4,5,8,10).",
+        evaluation="after",
+    )
+    conformal_level: float = option(
+        0.1,
+        "α of the conformal prediction sets, which miss the true class with at most "
+        "this probability (with calibration_fraction).",
+        evaluation="after",
+        above=0,
+        below=1,
+    )
+    risk_coverage: bool = option(
+        False,
+        "After training, the risk-coverage curve, and ECE of equally full bins and "
+        "without bins: one more pass over the evaluated data. With "
+        "calibration_fraction always.",
         evaluation="after",
     )
     ood_dataset: str | None = option(
@@ -649,6 +679,12 @@ def _check_agreement(config: ExperimentConfig) -> None:
         )
     if config.parts:
         check_novel(config.parts, config.novel_clients)
+    if config.validation_fraction + config.calibration_fraction >= 1:
+        raise ValueError(
+            f"validation_fraction={config.validation_fraction} and "
+            f"calibration_fraction={config.calibration_fraction} leave nothing to "
+            "train on: give fractions whose sum is below 1"
+        )
     if config.data_dir is not None and config.dataset is config.data_file is None:
         raise ValueError(
             f"data_dir={config.data_dir!r} needs a name for its data: give dataset"

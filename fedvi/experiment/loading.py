@@ -24,12 +24,15 @@ class LoadedData(NamedTuple):
         `second_dataset` and `cluster_transform` too it serves every client.
       std: what they are then divided by.
       ood: the evaluated part of `ood_dataset`, if one is given.
+      calibration: with `calibration_fraction`, what nobody trains on or is evaluated
+        on.
     """
 
     federated: FederatedData
     mean: jax.typing.ArrayLike
     std: jax.typing.ArrayLike
     ood: ClientData | None = None
+    calibration: ClientData | None = None
 
 
 def load_data(config: ExperimentConfig) -> LoadedData:
@@ -52,13 +55,21 @@ def load_data(config: ExperimentConfig) -> LoadedData:
         federated = data.hold_out(
             federated, config.validation_fraction, config.partition_seed
         )
+    calibration = None
+    if config.calibration_fraction:
+        # A part of all training data: what is held out for validation counts too.
+        fraction = config.calibration_fraction / (1 - config.validation_fraction)
+        federated, calibration = data.calibration_split(
+            federated, fraction, config.partition_seed
+        )
     if not federated.test.size.any():
         raise ValueError(
             f"no client of partition={config.partition!r} has {config.evaluated_on} "
             "data: give validation_fraction, the part of the training data to hold out"
         )
     mean, std = data.normalisation(config.normalise, dataset.train_x)
-    return LoadedData(federated, mean, std, _out_of_distribution(config, federated))
+    ood = _out_of_distribution(config, federated)
+    return LoadedData(federated, mean, std, ood, calibration)
 
 
 def _dataset(
@@ -119,6 +130,7 @@ def _out_of_distribution(
         cluster_transform="none",
         second_dataset=None,
         ood_dataset=None,
+        calibration_fraction=0.0,
     )
     if config.ood_classes:  # too few for the clients' own subsets of classes
         other = dataclasses.replace(

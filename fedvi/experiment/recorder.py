@@ -1,7 +1,7 @@
 """What one run writes: rows, checkpoints and, at the end, summary and pictures."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from fedvi.experiment import (
 from fedvi.experiment.checkpoint import Kept
 from fedvi.experiment.communication import bytes_per_round
 from fedvi.experiment.config import RunOptions
+from fedvi.experiment.final_measurements import Ending
 from fedvi.experiment.folder import CsvFile
 from fedvi.experiment.loaded_run import load_run
 from fedvi.experiment.problems import Problems
@@ -86,7 +87,7 @@ class Recorder:
             self._describe()
 
     def _describe(
-        self, evaluation: Evaluation | None = None, further: Sequence[Mapping] = ()
+        self, evaluation: Evaluation | None = None, further: Sequence[dict] = ()
     ) -> None:
         """Writes what is run, and its clients with their figures as far as known."""
         config = {folder.VERSION: __version__} | self.config.to_dict()
@@ -153,34 +154,28 @@ class Recorder:
         checkpoint.save_run(self.experiment, self.run_dir, self.federation, kept)
 
     def finish(
-        self, states: State, evaluation: Evaluation, compile_seconds: float, plan: str
+        self, states: State, evaluation: Evaluation, plan: str
     ) -> dict[str, Any]:
         """What is measured once, `summary.json`, pictures; all processes get what that
         holds."""
-        config = self.config
-        curve, uncertainty, out = None, None, None
-        if config.finetune_curve:
-            curve, seconds = final_measurements.finetune_curve(
-                self.experiment, self.federation, states
-            )
-            compile_seconds += seconds
-        if self.experiment.ood is not None:
-            out, uncertainty = final_measurements.out_of_distribution(
-                self.experiment, self.federation, states, self.options.stream
-            )
+        ending = final_measurements.after_training(
+            self.experiment,
+            self.federation,
+            states,
+            evaluation.scores,
+            self.options.stream,
+        )
+        compile_seconds = self.federation.compile_seconds + ending.compile_seconds
 
         def write():
-            arrays = {} if uncertainty is None else {"ood": uncertainty}
-            self._write_evaluation(evaluation, arrays)
-            evaluations = folder.metrics_rows(self.run_dir)
+            self._write_evaluation(evaluation, ending)
             result = report.summary(
                 self.experiment,
-                rows=evaluations,
+                rows=folder.metrics_rows(self.run_dir),
                 problems=self.problems.to_dict(),
                 finite=evaluation.finite,
                 clusters=evaluation.clusters,
-                ending={"finetune_curve": curve, "ood": out}
-                | {"extended_from": self._extended_from},
+                ending=ending.figures | {"extended_from": self._extended_from},
                 compile_seconds=compile_seconds,
                 plan=plan,
                 devices=list(self.federation.mesh.devices.flat),
@@ -193,22 +188,17 @@ class Recorder:
 
         return processes.on_first(write)
 
-    def _write_evaluation(
-        self,
-        evaluation: Evaluation,
-        arrays: Mapping[str, Any],
-        further: Sequence[Mapping[str, np.ndarray]] = (),
-    ) -> None:
+    def _write_evaluation(self, evaluation: Evaluation, ending: Ending) -> None:
         """What the last evaluation gave, whole, and each client's figures."""
         # First: it says by which settings, should this be interrupted.
         npz_tree.save(
             self.run_dir / folder.EVALUATION,
-            {"scores": evaluation.scores, **arrays},
+            {"scores": evaluation.scores, **ending.arrays},
             checkpoint.measured_by(self.experiment),
         )
         if self._trained:
             self._replace_last_rows(evaluation)
-        self._describe(evaluation, further)
+        self._describe(evaluation, [ending.per_client])
 
     def _replace_last_rows(self, evaluation: Evaluation) -> None:
         """Of a run that is measured anew: all but what the rounds themselves told."""

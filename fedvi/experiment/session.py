@@ -171,13 +171,7 @@ class Session:
 
     def finish(self, plan: str) -> list[dict[str, Any]]:
         """What is measured once, plots and `summary.json` of every run."""
-        seconds = self.federation.compile_seconds
         return [
-            one.finish(
-                self._part(self.states, i),
-                self._part(self.evaluation, i),
-                seconds,
-                plan,
-            )
+            one.finish(*self._part((self.states, self.evaluation), i), plan)
             for i, one in enumerate(self.recorders)
         ]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fedvi import algorithms, codecs, data, nn, selection
+from fedvi import algorithms, checks, codecs, contract_checks, data, nn, selection
 from fedvi.algorithm import Algorithm, Task
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment import folder
@@ -62,6 +62,7 @@ class Experiment(NamedTuple):
       novel: ids in order of the clients that never take part in training.
       build_algorithm: makes the algorithm for a task, its options filled in.
       ood: out-of-distribution inputs of the same clients, if asked for.
+      calibration: a part of their training data that nobody trains on, if asked for.
     """
 
     config: ExperimentConfig
@@ -74,6 +75,7 @@ class Experiment(NamedTuple):
     novel: np.ndarray
     build_algorithm: Callable[[Task], Algorithm]
     ood: ClientData | None = None
+    calibration: ClientData | None = None
 
     @property
     def trained(self) -> np.ndarray:
@@ -209,7 +211,7 @@ def experiment(
       ValueError: what the configuration asks for does not exist or does not fit.
     """
     config = resolve(config, builder)
-    federated, mean, std, ood = loaded or load_data(config)
+    federated, mean, std, ood, calibration = loaded or load_data(config)
     train, clients = federated.train, len(federated.train.size)
     config = config.for_data(federated)
     check_novel(clients, config.novel_clients)
@@ -234,7 +236,7 @@ def experiment(
     result = Experiment(
         config=config,
         data=federated,
-        data_sha256=_sha256((train, federated.test)),
+        data_sha256=_sha256((train, federated.test, calibration)),
         ood_sha256=_sha256(ood),
         task=task,
         algorithm=algorithm,
@@ -242,6 +244,7 @@ def experiment(
         novel=novel,
         build_algorithm=build_algorithm,
         ood=ood,
+        calibration=calibration,
     )
     _check_end(result)
     return result
@@ -307,8 +310,33 @@ def _check_end(experiment: Experiment) -> None:
             f"ood_dataset={config.ood_dataset!r}: no training client has "
             f"{config.evaluated_on} data of it: choose another partition_seed"
         )
+    _check_calibration(experiment)
     for epochs in config.finetune_curve:
         experiment.finetuned(epochs)
+
+
+def _check_calibration(experiment: Experiment) -> None:
+    fraction, calibration = (
+        experiment.config.calibration_fraction,
+        experiment.calibration,
+    )
+    if calibration is None:
+        if fraction:
+            raise ValueError(
+                f"calibration_fraction={fraction}, but loaded.calibration is None: "
+                "make it with fedvi.data.calibration_split"
+            )
+        return
+    checks.client_data("calibration", calibration)
+    clients = len(experiment.data.train.size)
+    checks.same_clients(clients, len(calibration.size), "calibration")
+    contract_checks.check_labels("calibration", calibration, experiment.data.classes)
+    checks.finite_inputs("calibration", calibration)
+    if not np.asarray(calibration.size)[experiment.trained].any():
+        raise ValueError(
+            f"calibration_fraction={fraction}: no training client has calibration "
+            "data: give clients of two examples or more"
+        )
 
 
 def _novel(config: ExperimentConfig, clients: int) -> np.ndarray:
@@ -459,6 +487,7 @@ def federation(
         "selection": experiment.selection,
         "mesh": mesh,
         "eval_batch_size": experiment.config.eval_batch_size,
+        "calibration_bins": experiment.config.calibration_bins,
         "codec": codecs.named(experiment.config.codec),
     }
     if not options.stream:

@@ -1,8 +1,8 @@
 """What every registered algorithm must pass, a user's own included.
 
-A method compiles five programs here: the first state, one round, one evaluation of
-either kind, and a round in chunks on two devices. Whatever else is checked is read off
-what they return or off shapes: eight seconds a method is the budget.
+A method compiles five programs here: the first state, one round, predictions of either
+kind, and a round in chunks on two devices. Whatever else is checked is read off what
+they return or off shapes: eight seconds a method is the budget.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import pytest
 
 from fedvi.algorithms import ALGORITHMS, build, options_of
 from fedvi.client_map import clients_mesh
-from fedvi.evaluation import summarise
+from fedvi.experiment.calibration import Examples, measure
 from fedvi.federation import Federation
 from fedvi.flat import trees
 from fedvi.local import LocalTraining
@@ -23,6 +23,7 @@ from fedvi.selection import uniform
 
 ROUNDS = 8
 CLASSES = 3
+PARTS = 10  # data sets to calibrate with, and as many to cover
 
 # The mean-field methods' defaults are for thousands of weights and hundreds of
 # examples a client. Here a client holds 1 to 20: the KL term would drown them, and
@@ -51,6 +52,15 @@ def without_key(state):
     return state._replace(key=())
 
 
+def accuracy(examples):
+    return 100 * np.mean(examples.log_probs.argmax(-1) == examples.labels)
+
+
+def nll(examples):
+    own = np.take_along_axis(examples.log_probs, examples.labels[..., None], -1)
+    return -np.mean(own)
+
+
 @pytest.fixture(scope="module", params=sorted(ALGORITHMS))
 def name(request):
     yield request.param
@@ -73,39 +83,44 @@ def federation(name, task, train, test):
     return Federation(algorithm, train, test, selection=uniform(7, cohort))
 
 
+def predict(federation, state, data, seed=0):
+    """`Examples` of some data, by model."""
+    return {
+        kind: Examples.of(jax.device_get(predictions(state, data)[0]), data.y, seed)
+        for kind, predictions in (
+            ("global", federation.predictions),
+            ("personal", federation.predictions_personal),
+        )
+    }
+
+
 @pytest.fixture(scope="module")
-def run(federation):
+def run(federation, test, clients_of):
     """One short run: states before, after a round and at the end, metrics, scores."""
     # As many visits for a serial method.
     rounds = ROUNDS * (5 if federation.algorithm.cohort == 1 else 1)
-    evaluate = jax.jit(federation.pure_evaluate)
-    evaluate_personal = jax.jit(federation.pure_evaluate_personal)
-    train, test = federation.train, federation.test
     state = federation.init(jax.random.key(0))
     # A round donates its state.
     start = jax.device_get(without_key(state))
-    first = summarise(evaluate(state, train, test))
+    first = predict(federation, state, test)
     state, metrics = federation.rounds(state, 1)
     after_one, turns = jax.device_get(without_key(state)), [metrics]
     for _ in range(rounds - 1):
         state, metrics = federation.rounds(state, 1)
         turns.append(metrics)
-    # Of one example, scored as if it were of each class: its predicted probabilities.
-    lone = test._replace(size=jnp.ones_like(test.size))
-    as_class = [lone._replace(y=jnp.full_like(test.y, c)) for c in range(CLASSES)]
-    scores = {
-        kind: [score(state, train, data).nll for data in as_class]
-        for kind, score in (("global", evaluate), ("personal", evaluate_personal))
-    }
+    # Of the shapes of the test data: half to calibrate with, half to cover.
+    fresh = [clients_of((10,) * 7, seed=2 + part) for part in range(2 * PARTS)]
+    examples = [
+        predict(federation, state, data, seed) for seed, data in enumerate(fresh)
+    ]
     return {
         "start": start,
         "after_one": after_one,
         "state": state,
         "metrics": jax.tree.map(lambda *leaves: np.concatenate(leaves), *turns),
         "first": first,
-        "global": summarise(evaluate(state, train, test)),
-        "personal": summarise(evaluate_personal(state, train, test)),
-        "probabilities": {k: np.exp(-np.stack(v)) for k, v in scores.items()},
+        "last": predict(federation, state, test),
+        "examples": jax.tree.map(lambda *parts: np.concatenate(parts, 1), *examples),
     }
 
 
@@ -165,10 +180,9 @@ def test_it_stays_finite_and_nobody_fails(run):
 
 
 def test_it_learns(federation, run):
-    personal = run["personal"]["accuracy"]
-    assert personal > 60  # three classes: chance is 33
+    assert accuracy(run["last"]["personal"]) > 60  # three classes: chance is 33
     if federation.algorithm.global_model:
-        assert run["global"]["nll"] < 0.8 * run["first"]["nll"]
+        assert nll(run["last"]["global"]) < 0.8 * nll(run["first"]["global"])
 
 
 def test_chunks_and_devices_do_not_matter(federation, run):  # C11
@@ -194,9 +208,39 @@ def test_chunks_and_devices_do_not_matter(federation, run):  # C11
 def test_predictions_are_distributions(run, shapes):
     for log_probs in shapes["predictions"]:
         assert log_probs.ndim == 3 and log_probs.shape[1:] == (10, CLASSES)
-    for kind, probabilities in run["probabilities"].items():
-        total = probabilities.sum(axis=0)  # of every client's first example
+    for kind, examples in run["examples"].items():
+        total = np.exp(examples.log_probs).sum(axis=-1)
         np.testing.assert_allclose(total, 1, rtol=1e-5, err_msg=kind)
+
+
+def test_prediction_sets_cover_what_they_should(federation, run):
+    """All clients' examples are of one distribution and exchangeable, for the network
+    has no batch statistics. Quantiles of quantiles need one model of all clients too:
+    with their own the clients' scores are of several distributions."""
+    level, groups = 0.2, {"": np.arange(7)}
+    shared = federation.algorithm.assign is None
+    for kind, examples in run["examples"].items():
+        half = 10 * PARTS
+        calibration, test = (
+            Examples(*(leaf[:, part] for leaf in examples))
+            for part in (slice(half), slice(half, None))
+        )
+        found = measure(test, calibration, groups, level=level, bins=15)["conformal"]
+        # Of two samples of as many examples, four standard errors; the median of the
+        # clients' quantiles has π/2 of the pooled one's variance.
+        error = 4 * np.sqrt(2 * level * (1 - level) / (7 * half))
+        rules = {"global": error, "client": error}
+        if kind == "global" and shared:
+            rules["quantile_of_quantiles"] = error * np.sqrt((1 + np.pi / 2) / 2)
+        for score, figures in found.figures.items():
+            for rule, allowed in rules.items():
+                covered = figures[rule]["coverage_micro"]
+                assert covered >= 1 - level - allowed, (kind, score, rule)
+            # A client's own threshold is for that client alone.
+            worst = figures["client"]["worst_client"]
+            assert worst >= 1 - level - error * np.sqrt(7), (kind, score)
+        # Sets are no larger than they need be, where scores have no ties.
+        assert found.figures["lac"]["global"]["coverage_micro"] < 1 - level + 2 * error
 
 
 def test_broadcast_only_empties_fields(shapes):

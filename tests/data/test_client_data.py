@@ -11,6 +11,7 @@ from fedvi.data import (
     ClientData,
     Dataset,
     Partition,
+    calibration_split,
     class_histogram,
     class_subsets,
     empty_clients,
@@ -138,8 +139,33 @@ def test_hold_out_is_drawn_by_the_seed(uneven):
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, np.nan])
 def test_hold_out_fraction_must_be_inside_0_and_1(uneven, fraction):
-    with pytest.raises(ValueError, match=r"fraction=.* strictly between 0 and 1"):
-        hold_out(uneven, fraction, 0)
+    for function in (hold_out, calibration_split):
+        with pytest.raises(ValueError, match=r"fraction=.* strictly between 0 and 1"):
+            function(uneven, fraction, 0)
+
+
+def test_a_calibration_split_takes_training_data_only(uneven):
+    kept, calibration = calibration_split(uneven, 0.3, 0)
+    assert kept.test is uneven.test
+    held = hold_out(uneven, 0.3, 0)
+    assert kept.fidelity.endswith("training examples kept for calibration")
+    others = []
+    for client, n in enumerate(uneven.train.size):
+        parts = [p.x[client, : p.size[client]] for p in (kept.train, calibration)]
+        both = np.concatenate(parts).reshape(n, 48).tolist()
+        original = uneven.train.x[client, :n].reshape(n, 48).tolist()
+        assert sorted(both) == sorted(original)
+        assert len(parts[1]) == held.test.size[client]  # the same machinery
+        others.append(
+            held.test.x[client, : len(parts[1])].tolist() == parts[1].tolist()
+        )
+    assert not all(others)  # and other examples
+
+
+def test_clients_of_one_example_cannot_be_calibrated(dataset):
+    part = Partition(rows([0], [1]), rows([0], [1]))
+    with pytest.raises(ValueError, match="no client has two training examples, one to"):
+        calibration_split(federate(dataset, part), 0.5, 0)
 
 
 def test_empty_clients(uneven):

@@ -60,6 +60,7 @@ DATA_FIELDS = (
     *("one_against_rest", "partition", "clients", "partition_seed", "augment"),
     *("shards", "alpha", "min_size", "classes_per_client", "train_per_class"),
     *("test_per_class", "pool", "retries", "majority", "validation_fraction"),
+    "calibration_fraction",
 )
 
 

@@ -51,6 +51,13 @@ def test_the_configuration_as_json_follows_every_field():
         ({"lr_decay_at": (0.5, 1.0)}, "must be rising fractions"),
         ({"eval_every": 10, "personal_every": 15}, "personal_every=15 must be a mult"),
         ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be"),
+        ({"calibration_fraction": 1.0}, "calibration_fraction=1.0 must be"),
+        (
+            {"validation_fraction": 0.5, "calibration_fraction": 0.5},
+            "validation_fraction=0.5 and calibration_fraction=0.5 leave nothing",
+        ),
+        ({"calibration_bins": 0}, "calibration_bins=0 must be at least 1"),
+        ({"conformal_level": 1.0}, "conformal_level=1.0 must be above 0"),
         ({"shards": 0}, "shards=0 must be at least 1"),
         ({"seeds": 0}, "seeds=0 must be at least 1"),
         ({"seed": 2**32 - 1, "seeds": 2}, "seed=4294967295 is too large for seeds=2"),

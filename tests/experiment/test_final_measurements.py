@@ -8,11 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
 from sklearn.metrics import roc_auc_score
 
 from fedvi import experiment
 from fedvi.algorithms import fedavg
-from fedvi.experiment import folder, load_data, npz_tree, setup
+from fedvi.evaluation import bootstrap_intervals, conformal, risk_coverage
+from fedvi.experiment import calibration as calibrations
+from fedvi.experiment import (
+    devices,
+    final_measurements,
+    folder,
+    load_data,
+    npz_tree,
+    setup,
+)
 from fedvi.experiment.config import ExperimentConfig, RunOptions
 from fedvi.federation import Federation, take
 
@@ -32,6 +43,7 @@ CONFIG = ExperimentConfig(
     finetune_learning_rate=0.1,
     finetune_curve=(0, 1),
     ood_dataset="noise",
+    calibration_fraction=0.3,
     seed=7,
     seeds=2,
 )
@@ -147,23 +159,27 @@ def test_the_fine_tuning_curve_passes_through_the_run_itself(straight):
     np.testing.assert_allclose(np.mean(each, axis=0), curve["training_clients"])
 
 
-def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
+@pytest.fixture(scope="module")
+def by_hand(straight, ood_file):
+    """The experiment, and what a federation made by hand from the checkpoint predicts
+    with the second seed's personal models: on test, foreign and calibration data."""
+    built = setup.experiment(change(ood_data_file=ood_file), noisy)
+    federation = Federation(
+        built.algorithm, built.data.train, built.data.test, selection=built.selection
+    )
+    states, _ = npz_tree.restore(straight / folder.CHECKPOINT, federation.shapes(2))
+    data_sets = built.data.test, built.ood, built.calibration
+    found = federation.predictions_personal(take(states, 1), *data_sets)
+    return built, *jax.device_get(found)
+
+
+def test_uncertainty_tells_the_other_data_apart(straight, by_hand):
     """Against a federation built by hand from the checkpoint, and scikit-learn."""
     found = summary_of(straight)["ood"]
     assert found["dataset"] == "noise"
     assert 0.5 < found["auroc_entropy"] <= 1
     assert found["entropy_out"] > found["entropy_in"]
-    built = setup.experiment(change(ood_data_file=ood_file), noisy)
-    federation = Federation(
-        built.algorithm,
-        built.data.train,
-        built.data.test,
-        selection=built.selection,
-    )
-    path = straight / folder.CHECKPOINT
-    states, _ = npz_tree.restore(path, federation.shapes(2))
-    state = take(states, 1)
-    pair = federation.predictions_personal(state, built.data.test, built.ood)
+    built, *pair, _ = by_hand
     for name in ("entropy", "mutual_information"):
         values = [
             np.asarray(getattr(one, name))[built.trained][
@@ -179,6 +195,156 @@ def test_uncertainty_tells_the_other_data_apart(straight, ood_file):
     sums = np.where(pair[0].mask, pair[0].entropy, 0).sum(axis=1)
     inside = (sums / np.asarray(pair[0].mask).sum(axis=1))[built.trained]
     assert own["entropy_in"] == pytest.approx(inside.mean(), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def ending(straight, by_hand):
+    """Scores, and what is measured at the end, anew from the run's checkpoint by the
+    federation of the run, whose programs are compiled already."""
+    built = by_hand[0]
+    mesh = devices.mesh(None, 1, built.together)
+    federation = setup.federation(built, RunOptions(str(straight)), mesh)
+    states, _ = npz_tree.restore(straight / folder.CHECKPOINT, federation.shapes(2))
+    scores = {
+        "global": federation.evaluate(states),
+        "personal": federation.evaluate_personal(states),
+    }
+    scores = jax.device_get(scores)
+    built = built._replace(config=dataclasses.replace(built.config, finetune_curve=()))
+    return scores, final_measurements.after_training(built, federation, states, scores)
+
+
+def pooled(built, predictions, data):
+    """Log-probabilities and labels of all the training clients' examples."""
+    ids = built.trained
+    mask = predictions.mask[ids]
+    return predictions.log_probs[ids][mask].astype(float), data.y[ids][mask]
+
+
+def nll_of(log_p, y, temperature=1.0):
+    log_p = log_softmax(log_p / temperature, axis=-1)
+    return -log_p[np.arange(len(y)), y].mean()
+
+
+def test_a_run_is_recalibrated_on_data_that_nobody_trained_on(
+    straight, by_hand, ending
+):
+    (built, test, _, calibration), (_, found) = by_hand, ending
+    summary = summary_of(straight)["recalibration"]
+    own = summary["per_seed"][1]["personal"]
+    for_fit = pooled(built, calibration, built.calibration)
+    assert summary["examples"] == len(for_fit[1]) > 100
+    best = minimize_scalar(
+        lambda theta: nll_of(*for_fit, np.exp(theta)), bounds=(-3, 3), method="bounded"
+    )
+    assert own["temperature"] == pytest.approx(np.exp(best.x), rel=5e-3)
+    on = pooled(built, test, built.data.test)
+    for rule, temperature in (("before", 1.0), ("global", own["temperature"])):
+        expected = nll_of(*on, temperature)
+        assert own[rule]["nll_micro"] == pytest.approx(expected, rel=1e-4)
+    assert own["global"]["nll_micro"] < own["before"]["nll_micro"]  # three noisy draws
+    assert own["novel"]["global"]["nll"] != own["global"]["nll"]
+    temperatures = found.per_client["personal_temperature"]
+    assert temperatures.shape == (2, 5)
+    if own["log_temperature_std"] == 0:
+        np.testing.assert_allclose(temperatures[1], own["temperature"])
+
+
+def test_prediction_sets_of_a_run_are_those_of_the_definitions(
+    straight, by_hand, ending
+):
+    (built, test, _, calibration), (_, found) = by_hand, ending
+    summary = summary_of(straight)["conformal"]
+    assert summary["level"] == 0.1 and summary["clients_with_too_few"] == []
+    own = summary["per_seed"][1]["personal"]["lac"]
+    log_p, y = pooled(built, calibration, built.calibration)
+    scores = np.sort(1 - np.exp(log_p)[np.arange(len(y)), y])
+    exact = scores[int(np.ceil((len(y) + 1) * 0.9)) - 1]
+    threshold = own["global"]["threshold"]
+    assert exact <= threshold < exact + 0.01
+    log_p, y = pooled(built, test, built.data.test)
+    sets = 1 - np.exp(log_p) <= threshold
+    covered = sets[np.arange(len(y)), y]
+    assert own["global"]["coverage_micro"] == pytest.approx(covered.mean())
+    held = np.repeat(np.arange(4), test.mask[built.trained].sum(1))
+    by_client = [covered[held == i].mean() for i in range(4)]
+    assert own["global"]["coverage"] == pytest.approx(np.mean(by_client))
+    assert own["global"]["worst_client"] == pytest.approx(min(by_client))
+    columns = found.per_client
+    np.testing.assert_allclose(
+        columns["personal_coverage"][1, built.trained], by_client
+    )
+    assert columns["global_own_set_size"].shape == (2, 5)
+    assert summary["global"]["aps"].keys() >= {"client", "quantile_of_quantiles"}
+    curves = found.arrays["conformal"]
+    curve = curves["personal"]["lac"]["global"]
+    at = list(curves["levels"]).index(0.1)
+    assert curve["coverage"][1, at] == own["global"]["coverage"]
+    assert (np.diff(curve["set_size"][1]) <= 0).all()
+    assert curve["coverage"].shape == (2, len(calibrations.LEVELS))
+
+
+def test_risk_coverage_and_intervals_of_a_run(straight, by_hand, ending):
+    (built, test, *_), (scores, found) = by_hand, ending
+    summary = summary_of(straight)
+    own = summary["risk_coverage"]["per_seed"][1]["personal"]
+    log_p, y = pooled(built, test, built.data.test)
+    right = log_p.argmax(1) == y
+    expected = risk_coverage(log_p.max(1), right)
+    assert own["aurc"] == pytest.approx(expected.aurc)
+    curve = found.arrays["risk_coverage"]["personal"]
+    assert curve["risk"].shape == (2, 100)
+    assert curve["risk"][1, -1] == pytest.approx(np.mean(~right))
+    ours = bootstrap_intervals(
+        jax.tree.map(lambda leaf: leaf[:, built.trained], scores["global"])
+    )
+    for name, ends in summary["intervals"]["global"].items():
+        assert ends == pytest.approx(ours[name])
+    low, high = summary["intervals"]["personal"]["accuracy"]
+    assert low <= summary["personal"]["accuracy"] <= high
+    novel = summary["intervals"]["novel"]["global"]["accuracy"]
+    assert novel == pytest.approx(2 * [summary["novel"]["global"]["accuracy"]])
+
+
+def test_the_run_measures_what_its_checkpoint_does(straight, ending):
+    _, found = ending
+    summary = summary_of(straight)
+    for key in found.figures.keys() - {"finetune_curve"}:
+        figures = found.figures[key]
+        ours, theirs = (
+            [x for x in jax.tree.leaves(f) if isinstance(x, float)]
+            for f in (figures, summary[key])
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, err_msg=key)
+
+
+def test_clients_with_too_few_examples_are_reported(capsys):
+    """And models that have diverged stop nothing."""
+    rng = np.random.default_rng(0)
+    labels, mask = rng.integers(0, 3, (3, 20)), np.ones((3, 20), bool)
+    log_p = log_softmax(rng.normal(size=(3, 20, 3)), axis=-1).astype(np.float32)
+    test = calibrations.Examples(log_p, labels, mask, rng.random((3, 20)))
+    few = test._replace(mask=np.arange(20) < np.array([[20], [8], [0]]))
+    groups = {"": np.arange(3)}
+    assert calibrations.too_few(few.mask.sum(1), 0.1).tolist() == [1, 2]
+    found = calibrations.measure(test, few, groups, level=0.1, bins=15)
+    own = found["conformal"].per_client
+    assert own["threshold"][1:].tolist() == [np.inf, np.inf]
+    assert own["own_coverage"][1:].tolist() == [1, 1]
+    assert own["own_set_size"][1:].tolist() == [3, 3]
+    undefined = test._replace(log_probs=log_p * np.nan)
+    found = calibrations.measure(undefined, undefined, groups, level=0.1, bins=15)
+    figures = found["conformal"].figures["lac"]["global"]
+    assert figures["coverage"] == 0 and figures["threshold"] == np.inf
+    assert np.isnan(found["recalibration"].figures["temperature"])
+    assert found["risk_coverage"].figures["aurc"] == 1
+    # Nobody's scores are needed for the bins of their histogram.
+    sure = test._replace(log_probs=np.log(np.eye(12)[labels] + 1e-9))
+    thresholds = calibrations._thresholds(conformal.raps, sure, np.arange(3))
+    assert thresholds(0.1)["global"][0] < 1.001
+    wrong = sure._replace(labels=np.full((3, 20), 11))
+    thresholds = calibrations._thresholds(conformal.raps, wrong, np.arange(3))
+    assert thresholds(0.1)["global"][0] == pytest.approx(1.07)
 
 
 @pytest.mark.parametrize("evaluations", [2, 3])
@@ -210,7 +376,8 @@ def test_a_stopped_run_continues_bit_for_bit(
     for left, right in zip(rows_of(straight), rows_of(tmp_path), strict=True):
         assert left | {"seconds": ""} == right | {"seconds": ""}
     one, other = summary_of(straight), summary_of(tmp_path)
-    for key in ("finetune_curve", "ood", "mean_of_last_rounds", "novel", "personal"):
+    measured = ("finetune_curve", "ood", "intervals", "recalibration", "conformal")
+    for key in (*measured, "mean_of_last_rounds", "novel", "personal"):
         assert one[key] == other[key]
 
 
@@ -278,6 +445,7 @@ def two_models(task):
 def test_a_clustered_method_reports_what_it_recovers(tmp_path):
     config = change(
         cluster_transform="relabel",
+        calibration_fraction=0.0,
         clients=6,
         novel_clients=0,
         finetune_curve=(),

@@ -80,6 +80,42 @@ def test_a_validation_part_comes_from_the_training_data():
     assert len(test_images & held_images) <= 1  # the empty image of padded slots
 
 
+def test_calibration_data_are_trained_and_evaluated_on_by_nobody():
+    plain = setup.experiment(CONFIG)
+    both = {"validation_fraction": 0.25, "calibration_fraction": 0.25}
+    built = setup.experiment(change(**both))
+    held = load_data(change(validation_fraction=0.25)).federated
+    parts = built.data.train, built.data.test, built.calibration
+    np.testing.assert_array_equal(sum(p.size for p in parts), plain.data.train.size)
+    np.testing.assert_allclose(built.calibration.size, 60, atol=1)
+    # What is evaluated on does not depend on it.
+    np.testing.assert_array_equal(built.data.test.x, held.test.x)
+    images = [
+        {image.tobytes() for i, n in enumerate(p.size) for image in p.x[i, :n]}
+        for p in parts
+    ]
+    total = len(set.union(*images))
+    assert total == sum(map(len, images))
+    assert built.task.samples == built.data.train.size.sum()
+    assert built.data_sha256 != plain.data_sha256
+
+
+def test_own_calibration_data_are_checked():
+    config = change(calibration_fraction=0.25)
+    loaded = load_data(config)
+    labels = loaded.calibration._replace(y=loaded.calibration.y + 9)
+    nothing = loaded.calibration._replace(size=0 * loaded.calibration.size)
+    few = jax.tree.map(lambda leaf: leaf[:2], loaded.calibration)
+    for calibration, message in (
+        (None, "calibration_fraction=0.25, but loaded.calibration is None: make it"),
+        (labels, r"calibration.y\[.*\] = .* is outside 0..9"),
+        (nothing, "no training client has calibration data"),
+        (few, "calibration holds 2 clients and train 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            setup.experiment(config, loaded=loaded._replace(calibration=calibration))
+
+
 def test_by_group_takes_every_group(tmp_path):
     path = tmp_path / "groups.npz"
     x, y = np.zeros((6, 4, 4, 1), np.uint8), np.zeros(6, int)

@@ -21,6 +21,7 @@ CONFIG = ExperimentConfig(
     model="logistic",
     augment=False,
     fraction=0.6,
+    calibration_fraction=0.3,
     rounds=4,
     eval_every=2,
     finetune_epochs=0,
@@ -64,6 +65,9 @@ def test_it_gives_the_figures_of_a_run_in_memory(straight, tmp_path):
         for key in ours.keys() - {"seconds", "split"}:
             assert (ours[key] is None) == (theirs[key] is None)
             assert ours[key] is None or ours[key] == pytest.approx(theirs[key], 1e-4)
+    for key in ("intervals", "risk_coverage", "recalibration", "conformal"):
+        ours, theirs = (jax.tree.leaves(one[key]) for one in (streamed, memory))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, err_msg=key)
     assert all(known.any() for *_, known in kept_by(run_dir))
 
 
