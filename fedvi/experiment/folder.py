@@ -27,6 +27,7 @@ __all__ = [
     "FORMATS",
     "METRICS",
     "PICTURES",
+    "PICTURE_FILES",
     "RUN_FILES",
     "SELECTION",
     "STORE",
@@ -66,6 +67,7 @@ PICTURES = (
     "risk_coverage",
 )
 FORMATS = ("png", "svg", "pdf")
+PICTURE_FILES = tuple(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS)
 RUN_FILES = (
     CONFIG,
     CLIENTS,
@@ -75,7 +77,7 @@ RUN_FILES = (
     CHECKPOINT,
     EVALUATION,
     STORE,
-    *(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS),
+    *PICTURE_FILES,
 )
 
 

@@ -198,6 +198,8 @@ class Recorder:
         )
         if self._trained:
             self._replace_last_rows(evaluation)
+            for name in folder.PICTURE_FILES:
+                folder.remove(self.run_dir / name)
         self._describe(evaluation, [ending.per_client])
 
     def _replace_last_rows(self, evaluation: Evaluation) -> None:
