@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedvi import names
+
 __all__ = [
     "at_least",
     "client_data",
@@ -32,8 +34,12 @@ __all__ = [
 
 def one_of(name: str, value, choices) -> None:
     """Raises `ValueError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
+    known = tuple(choices)
+    if value not in known:
+        raise ValueError(
+            f"{name}={value!r} must be one of {', '.join(map(str, known))}"
+            f"{names.near(value, known)}"
+        )
 
 
 def at_least(name: str, value, least) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedvi import checks
+from fedvi import checks, names
 from fedvi.flat import like_flats, trees
 
 __all__ = [
@@ -73,6 +73,7 @@ class LocalTraining(NamedTuple):
             raise ValueError(
                 f"optimizer={self.optimizer!r} must be one of {', '.join(OPTIMIZERS)}, "
                 "or a function of the learning rate, such as optax.adamw"
+                f"{names.near(self.optimizer, OPTIMIZERS)}"
             )
         if self.steps is not None:
             checks.whole("steps", self.steps)

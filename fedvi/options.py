@@ -9,11 +9,27 @@ import math
 import numbers
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 
-__all__ = ["Options", "check", "describe", "kinds_of", "option", "range_of"]
+from fedvi import checks, names
+
+__all__ = [
+    "Options",
+    "check",
+    "check_names",
+    "check_one",
+    "choices_of",
+    "describe",
+    "groups_of",
+    "kinds_of",
+    "option",
+    "range_of",
+    "shown",
+    "text_of",
+]
 
 _BOUNDS = {
     "at_least": ("at least", lambda value, bound: value >= bound),
@@ -35,6 +51,8 @@ def option(
     *,
     source: str = "",
     choices: Any = None,
+    importable: bool = False,
+    group: str = "",
     traced: bool = False,
     evaluation: Literal["", "rows", "after"] = "",
     **bounds: float,
@@ -45,8 +63,11 @@ def option(
       default: its value unless given. None is a value only where it is the default.
       meaning: what it means, in one line or a few; first sentence alone in `--help`.
       source: where the default is from: a paper's section, its code, our measurement.
-      choices: the values it may take, if not all of the annotation's type; a
-        `Literal[...]` says so by itself.
+      choices: the values it may take, or its parts if it is a tuple, if not all of the
+        annotation's type; a `Literal[...]` says so by itself.
+      importable: beside its choices it may name something of the user's own,
+        `package.module:name`.
+      group: that it opens: it and those after it stand together in `--help`.
       traced: it is a number in a formula, and may be a value that JAX traces; else it
         decides shapes or which functions run, and is static.
       evaluation: nothing but evaluations reads it, so that a trained run can be
@@ -62,6 +83,8 @@ def option(
             "help": meaning,
             "source": source,
             "choices": choices,
+            "importable": importable,
+            "group": group,
             "traced": traced,
             "evaluation": evaluation,
             "bounds": bounds,
@@ -130,10 +153,40 @@ def check(options: Any) -> None:
     hints = typing.get_type_hints(type(options))
     for field in dataclasses.fields(options):
         if "bounds" in field.metadata:
-            _check_one(field, hints[field.name], getattr(options, field.name))
+            check_one(field, hints[field.name], getattr(options, field.name))
 
 
-def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
+def check_names(given: Mapping[str, Any], options: type, owner: str) -> None:
+    """Checks that options exist.
+
+    Args:
+      given: option to value.
+      options: dataclass of those that there are.
+      owner: whose options they are.
+
+    Raises:
+      ValueError: one is no field of the class.
+    """
+    known = [field.name for field in dataclasses.fields(options)]
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(
+                f"{name}={value!r} is no option of {owner}, which takes "
+                f"{', '.join(known) or 'none'}{names.near(name, known)}"
+            )
+
+
+def check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
+    """Checks the value of one option.
+
+    Args:
+      field: of the option.
+      hint: its annotation.
+      value: that it is to have.
+
+    Raises:
+      ValueError: as `Options`.
+    """
     name, bounds = field.name, field.metadata["bounds"]
     if value is None and field.default is None:
         return
@@ -147,9 +200,15 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
         value = value.item()
     choices = choices_of(field, hint)
     if choices is not None:
-        if value not in choices:
+        if field.metadata["importable"] and names.is_path(value):
+            names.imported(name, value)
+            return
+        several = tuple in kinds_of(hint)
+        if several and not isinstance(value, tuple | list):
             known = ", ".join(map(str, choices))
-            raise ValueError(f"{name}={value!r} must be one of {known}")
+            raise ValueError(f"{name}={value!r} must be a tuple of any of {known}")
+        for one in value if several else (value,):
+            checks.one_of(name, one, choices)
         return
     wanted = range_of(field)
     kinds = [kind for kind in kinds_of(hint) if kind in _KINDS]
@@ -170,14 +229,43 @@ def _is(value: Any, kind: type) -> bool:
     return isinstance(value, _KINDS[kind][1])
 
 
+def text_of(field: dataclasses.Field, hint: Any, *defaults: Any) -> str:
+    """An option as texts show it: `Pull. (a | b, default a, above 0, a paper, §3)`.
+
+    Args:
+      field: of the option.
+      hint: its annotation.
+      *defaults: what to show as its default; none: nothing.
+    """
+    facts = [f"default {shown(default)}" for default in defaults]
+    if choices := choices_of(field, hint):
+        own = ["package.module:name"] if field.metadata["importable"] else []
+        facts.insert(0, " | ".join(map(str, [*choices, *own])))
+    facts += filter(None, [range_of(field), field.metadata["source"]])
+    text = field.metadata["help"]
+    return f"{text} ({', '.join(facts)})" if facts else text
+
+
+def shown(value: Any) -> str:
+    """An option's value as a flag has it."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value)) or "empty"
+    return "empty" if value == "" else str(value)
+
+
 def describe(options: type) -> str:
     """The options of a class as a docstring lists them: default, help and source."""
     hints = typing.get_type_hints(options)
-    lines = []
+    return "\n".join(
+        f"  {field.name}: {text_of(field, hints[field.name], field.default)}"
+        for field in dataclasses.fields(options)
+    )
+
+
+def groups_of(options: type) -> dict[str, str]:
+    """The group of every option of a dataclass: the last one that was opened."""
+    group, result = "", {}
     for field in dataclasses.fields(options):
-        facts = [f"default {field.default}"]
-        if choices := choices_of(field, hints[field.name]):
-            facts.insert(0, " | ".join(map(str, choices)))
-        facts += filter(None, [range_of(field), field.metadata["source"]])
-        lines.append(f"  {field.name}: {field.metadata['help']} ({', '.join(facts)})")
-    return "\n".join(lines)
+        group = field.metadata.get("group") or group
+        result[field.name] = group
+    return result

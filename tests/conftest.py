@@ -91,3 +91,86 @@ def task() -> Task:
         clients=sum(size > 0 for size in SIZES),
         samples=sum(SIZES),
     )
+
+
+OWN_PARTS = """
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+import fedvi
+from fedvi.algorithms import builder, fedavg
+
+
+class Pull(fedvi.Options):
+    strength: float = fedvi.option(2.0, "How hard.", above=0)
+
+
+@builder(Pull)
+def pull(task, options):
+    if options.strength > 100:
+        return task.no_such_field
+    return fedavg(task)._replace(name="pull")
+
+
+def plain(task):
+    return fedavg(task)
+
+
+class Net(nn.Module):
+    classes: int
+    hidden: tuple[int, ...] = (2,)
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(x.shape[0], -1)
+        for width in self.hidden:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(self.classes, name="classifier")(x)
+
+
+def net(classes, input_shape, **_):
+    return fedvi.nn.from_flax(Net(classes), input_shape, head="classifier")
+
+
+def scaled(classes, input_shape, preprocess, dtype):
+    return fedvi.nn.from_flax(
+        Net(classes),
+        input_shape,
+        head="classifier",
+        preprocess=lambda x: preprocess(x) * 2,
+        dtype=dtype,
+    )
+
+
+def ten(classes):
+    return Net(10)
+
+
+def headless(classes):
+    return nn.Sequential([lambda x: x.reshape(x.shape[0], -1), nn.Dense(classes)])
+
+
+def raises(classes):
+    raise KeyError("nothing here")
+
+
+def rate(learning_rate):
+    return optax.adamw(learning_rate)
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """A user's own parts, `own_parts`, in the current folder."""
+    (tmp_path / "own_parts.py").write_text(OWN_PARTS)
+    (tmp_path / "own_slip.py").write_text("import fedvi\n\nfedvi.no_such_thing\n")
+    (tmp_path / "own_lack.py").write_text("import no_such_package_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "own_parts"
+    for name in ("own_parts", "own_slip", "own_lack"):
+        sys.modules.pop(name, None)

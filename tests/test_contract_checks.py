@@ -71,7 +71,7 @@ def test_slips_are_named(task, train, test):
 
     for algorithm, message in (
         (object(), "algorithm=object must be a fedvi.Algorithm"),
-        (broken(good, reduce="mean"), r"reduce='mean' must be one of \['sum', 'stack'"),
+        (broken(good, reduce="mean"), "reduce='mean' must be one of sum, stack"),
         (broken(good, client_update=no_output), "must return a fedvi.ClientOutput"),
         (
             broken(personal, client_update=forgets_client),

@@ -17,6 +17,7 @@ from fedvi.algorithms.registry import (
     ALGORITHMS,
     build,
     builder,
+    find,
     options_of,
     register,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "fedhb_mixture",
     "fedhb_niw",
     "fedprox",
+    "find",
     "local_only",
     "options_of",
     "parallel_dsvgd",

@@ -1,19 +1,18 @@
 """Algorithms by the name that a flag or a table gives them, and their options."""
 
-import dataclasses
 import functools
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
-from fedvi import checks
+from fedvi import checks, names
 from fedvi.algorithm import Algorithm, Task, own_settings
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
-from fedvi.options import Options, describe
+from fedvi.options import Options, check_names, describe
 
-__all__ = ["ALGORITHMS", "build", "builder", "options_of", "register"]
+__all__ = ["ALGORITHMS", "build", "builder", "find", "options_of", "register"]
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {}
 
@@ -34,13 +33,7 @@ def builder(options: type[Options] = Options) -> Callable:
     ) -> Callable[..., Algorithm]:
         @functools.wraps(make)
         def build(task: Task, **given) -> Algorithm:
-            known = [field.name for field in dataclasses.fields(options)]
-            for name, value in given.items():
-                if name not in known:
-                    raise ValueError(
-                        f"{name}={value!r} is no option of {make.__name__}, which "
-                        f"takes {', '.join(known) or 'none'}"
-                    )
+            check_names(given, options, make.__name__)
             _check_task(make.__name__, task)
             with own_settings():
                 algorithm = make(task, options(**given))
@@ -72,11 +65,7 @@ def register(build: Callable[..., Algorithm], name: str | None = None) -> Callab
       ValueError: not a builder, a name that no flag can give, or one of an algorithm
         that another module registered.
     """
-    if not hasattr(build, "options"):
-        raise ValueError(
-            f"{getattr(build, '__name__', build)!r} is no builder: decorate it with "
-            "fedvi.algorithms.builder(Options)"
-        )
+    _check_builder(build, repr(getattr(build, "__name__", build)))
     name = build.__name__ if name is None else name
     if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
         raise ValueError(
@@ -91,6 +80,13 @@ def register(build: Callable[..., Algorithm], name: str | None = None) -> Callab
         )
     ALGORITHMS[name] = build
     return build
+
+
+def _check_builder(build: Any, name: str) -> None:
+    if not hasattr(build, "options") or not callable(build):
+        raise ValueError(
+            f"{name} is no builder: decorate it with fedvi.algorithms.builder(Options)"
+        )
 
 
 def _check_task(builder_name: str, task: Any) -> None:
@@ -112,23 +108,50 @@ def _check_task(builder_name: str, task: Any) -> None:
         checks.whole(f"task.{name}", getattr(task, name))
 
 
+def find(name: str) -> Callable[..., Algorithm]:
+    """The builder of a registered algorithm, or of a user's own.
+
+    Args:
+      name: that it is registered under, or where it lies, `package.module:builder`.
+
+    Raises:
+      ValueError: there is none, or no builder, or its module cannot be imported. A
+        builder of a user's own raises nothing else.
+    """
+    if not names.is_path(name):
+        checks.one_of("algorithm", name, ALGORITHMS)
+        return ALGORITHMS[name]
+    first, _, selection = name.partition(":")
+    if first in ALGORITHMS:
+        raise ValueError(
+            f"algorithm={name!r} names a selection: give algorithm={first!r} and "
+            f"selection={selection!r}"
+        )
+    found = names.imported("algorithm", name, ALGORITHMS)
+    _check_builder(found, f"algorithm={name!r}")
+
+    @functools.wraps(found)
+    def build_own(task: Task, **options) -> Algorithm:
+        with names.told("algorithm", name):
+            return found(task, **options)
+
+    return build_own
+
+
 def options_of(name: str) -> type[Options]:
     """The class of an algorithm's options, a dataclass.
 
     Raises:
-      ValueError: no algorithm of that name.
+      ValueError: as `find`.
     """
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm={name!r} must be one of {sorted(ALGORITHMS)}")
-    return ALGORITHMS[name].options
+    return find(name).options
 
 
 def build(name: str, task: Task, **options) -> Algorithm:
-    """Builds a registered algorithm.
+    """Builds an algorithm by its name, as of `find`.
 
     Raises:
       ValueError: unknown name, or an option that the algorithm does not take or that
         is outside its range.
     """
-    options_of(name)
-    return ALGORITHMS[name](task, **options)
+    return find(name)(task, **options)

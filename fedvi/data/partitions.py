@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fedvi import names
 from fedvi.checks import at_least, one_of
 from fedvi.data.dealing import Partition
 from fedvi.data.label_skew import (
@@ -150,6 +151,7 @@ def partition(
         raise ValueError(
             f"options of partition={name!r}: {', '.join(faults)}; it takes "
             f"{', '.join(accepted) or 'none'}"
+            f"{names.near(unknown[0], accepted) if unknown else ''}"
         )
     if clients is None and function is not by_group:
         raise ValueError(f"clients=None: give partition={name!r} a number of clients")

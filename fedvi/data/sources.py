@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedvi import checks
+from fedvi import checks, names
 from fedvi.data import covertype, readers, tfds_reader
 from fedvi.data.labels import read_ids, read_labels
 
@@ -127,11 +127,12 @@ def _in_folder(name: str, data_dir: str | Path | None) -> readers.Found:
     try:
         return tfds_reader.read_tfds(name, data_dir)
     except ValueError as error:
-        if data_dir is None:
-            raise
-        raise ValueError(f"{error}; {readers.looked_for(name, Path(data_dir))}") from (
-            error.__cause__ or error
-        )
+        looked, cause = "", error.__cause__ or error
+        if data_dir is not None:
+            looked = f"; {readers.looked_for(name, Path(data_dir))}"
+        # Another name of tensorflow-datasets' may be close to one of these.
+        known = () if name in KNOWN_CLASSES else KNOWN_CLASSES
+        raise ValueError(f"{error}{looked}{names.near(name, known)}") from cause
 
 
 def _build(name: str, found: readers.Found, classes: int | None) -> Dataset:

@@ -157,7 +157,8 @@ def _recalibrated(
             lambda ids: {rule: _errors(take(one, ids)) for rule, one in scores.items()},
         ),
     }
-    return Measured(figures, {}, {"temperature": own})
+    arrays = {rule: scores[rule] for rule in ("global", "client")}
+    return Measured(figures, arrays, {"temperature": own})
 
 
 def _sets(

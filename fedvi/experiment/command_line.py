@@ -1,19 +1,16 @@
 """The command line: flags in, runs out, a user's mistake in one line.
 
 One flag per field of `ExperimentConfig`, `RunOptions` and `HostOptions`, one per
-option of every registered algorithm, and a few of the command line's own.
+option of every registered algorithm and of those of a user's own that the command line
+names, and a few of the command line's own.
 """
 
-import codecs
 import dataclasses
 import os
-import re
 import sys
-import threading
-import time
-import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,26 +18,37 @@ import absl.app
 import absl.logging
 import jax
 from absl import flags
-from jax._src import distributed
 
-from fedvi.algorithms import ALGORITHMS, options_of
-from fedvi.experiment import processes, report
-from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
-from fedvi.experiment.lost_processes import Watchdog, lost_line
+from fedvi import names
+from fedvi.algorithms import ALGORITHMS, find, options_of
+from fedvi.experiment import flag_files, flag_help, processes, report
+from fedvi.experiment.config import (
+    CRITERIA,
+    ExperimentConfig,
+    HostOptions,
+    RunOptions,
+)
+from fedvi.experiment.ending import Ending
+from fedvi.experiment.flag_kinds import define_one, several
 from fedvi.experiment.run import run_all
-from fedvi.options import choices_of, kinds_of, range_of
+from fedvi.experiment.sweep import FIXED, sweep_all
+from fedvi.options import check_one, choices_of, range_of, text_of
 
-__all__ = ["define", "parse", "read", "read_hosts", "start"]
-
-_LOST = 3  # exit code of a process that lost another one
-# Process 0 holds the coordination service: without it the others' JAX aborts before
-# they can say anything.
-_LINGER_SECONDS = 1.0
+__all__ = [
+    "define",
+    "help_text",
+    "parse",
+    "parse_known",
+    "read",
+    "read_hosts",
+    "read_sweep",
+    "start",
+]
 
 # Defined by absl when it parses.
 _FLAGS_OF_ABSL = ("help", "helpfull", "helpshort", "helpxml", "flagfile", "undefok")
 
-# `--help` lists the flags under the script that calls `start`.
+# `--helpfull` lists the flags under the script that calls `start`.
 flags.disclaim_key_flags()
 
 
@@ -48,30 +56,38 @@ def start(
     main: Callable[
         [list[tuple[ExperimentConfig, RunOptions]]], Sequence[Mapping[str, Any]]
     ] = run_all,
+    *,
+    adjust: Callable[[ExperimentConfig], ExperimentConfig] = lambda config: config,
+    argv: Sequence[str] | None = None,
+    title: str | None = None,
+    **defaults: Any,
 ) -> NoReturn:
     """Runs a script: defines and parses the flags, calls `main` with the runs.
 
-    A script of a user's own registers algorithms before (`fedvi.algorithms.register`).
+    With `--sweep` it calls `fedvi.experiment.sweep_all` with them instead. A script of
+    a user's own registers algorithms before (`fedvi.algorithms.register`).
 
     A mistake in the flags ends in one line and exit code 2; a `ValueError` of fedvi,
     or a failed run among the summaries that `main` returns, in one line and exit
     code 1; everything else keeps its traceback. The flags of `HostOptions` make it
     one of several processes: if another one is lost it ends in one line and exit
     code 3 (`fedvi.experiment.lost_processes`).
+
+    Args:
+      main: `(runs) -> summaries`.
+      adjust: makes of every run's configuration what is run.
+      argv: the command line, program name first; default: this process's.
+      title: stands above the flags in `--help`; default: the script's docstring.
+      **defaults: of flags, for command lines without a flag file, which means the same
+        whoever reads it; but for `algorithm`, which is always the default.
     """
+    argv = sys.argv if argv is None else argv
 
-    def parse_or_exit(argv):
-        try:
-            return parse(argv)
-        except flags.Error as error:
-            Ending().leave(2, error)
-        except (SystemExit, BrokenPipeError):
-            Ending().leave(0)  # --help, for which absl has the code of a mistake
-
-    def run(argv):
+    def run(_):
         ending = Ending()
         try:
-            runs, hosts = read(), read_hosts()
+            runs, hosts, grid = read(), read_hosts(), read_sweep()
+            runs = [(adjust(config), options) for config, options in runs]
             if not flags.FLAGS["verbosity"].present:
                 absl.logging.set_verbosity(absl.logging.WARNING)
             _use_cache(flags.FLAGS.compilation_cache)
@@ -79,8 +95,9 @@ def start(
             processes.join(hosts, flags.FLAGS.devices)
             if hosts.several:
                 ending.watch(hosts.lost_timeout)
-            problem = _failed(main(runs))
-            if problem:
+            if grid:
+                sweep_all(runs, grid, choose_by=flags.FLAGS.choose_by)
+            elif problem := _failed(main(runs)):
                 ending.leave(1, problem)
             sys.stdout.flush()
             ending.done()
@@ -101,10 +118,25 @@ def start(
 
     with processes.any_letter(sys.stdout), processes.any_letter(sys.stderr):
         try:
-            define()
-        except ValueError as error:  # an option of a user's own algorithm
+            define(flags.FLAGS, argv[1:], **defaults)
+        except (flags.Error, ValueError) as error:  # of a user's own algorithm too
             Ending().leave(2, error)
-        absl.app.run(run, flags_parser=parse_or_exit)
+        absl.app.run(run, argv, flags_parser=partial(_parse_or_exit, title=title))
+
+
+def _parse_or_exit(argv: Sequence[str], title: str | None) -> list[str]:
+    """`parse` as a script does it: what it raises, and help, end the process."""
+    try:
+        if flag_help.ASKING & set(argv):
+            parse([one for one in argv if one not in flag_help.ASKING])
+            script = sys.modules["__main__"].__doc__ or f"{argv[0]} --flag=value"
+            print(help_text(flags.FLAGS, title or script), flush=True)
+            Ending().leave(0)
+        return parse(argv)
+    except flags.Error as error:
+        Ending().leave(2, error)
+    except (SystemExit, BrokenPipeError):
+        Ending().leave(0)  # --helpfull, for which absl has the code of a mistake
 
 
 def _use_cache(folder: str) -> None:
@@ -118,75 +150,6 @@ def _use_cache(folder: str) -> None:
             return
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-# How a process ends.
-
-
-class Ending:
-    """Ends this process: in one line, or, as one of several, without the others.
-
-    Args:
-      runs: what is run, to tell where a lost run can go on.
-    """
-
-    def __init__(self, runs: Sequence[tuple[ExperimentConfig, RunOptions]] = ()):
-        self._runs = runs
-        self._watchdog: Watchdog | None = None
-        self._leaving = threading.Lock()
-
-    def watch(self, lost_timeout: float) -> None:
-        """Ends the process too if another one of several is lost from now on."""
-        state = distributed.global_state
-        self._watchdog = Watchdog(
-            state.client,
-            state.process_id,
-            state.num_processes,
-            lost_timeout,
-            self._lose,
-        )
-        self._watchdog.start()
-
-    def done(self) -> None:
-        """Tells the others that this process has nothing left to do with them."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-
-    def check(self, error: BaseException) -> None:
-        """Ends the process if `error` comes of the loss of another one."""
-        missing = self._watchdog and self._watchdog.behind(error)
-        if missing is not None:
-            self._lose(missing)
-
-    def give_up(self) -> None:
-        """Ends one of several processes with a traceback; alone it does nothing."""
-        if self._watchdog is not None:
-            traceback.print_exc()
-            self.leave(1)
-
-    def leave(self, code: int, error: Any = None) -> NoReturn:
-        """Ends the process, in one line if `error` is given.
-
-        One of several does not wait for the others, as Python's own exit would: they
-        may be waiting for this one.
-        """
-        with self._leaving:  # the watchdog has a thread of its own
-            try:
-                sys.stdout.flush()  # the line comes last where both go to one file
-            except BrokenPipeError:  # Python would try again, and complain
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if error is not None:
-                line = f"error: {' '.join(str(error).split())}"
-                print(line, file=sys.stderr, flush=True)
-            if self._watchdog is None:
-                sys.exit(code)
-            if distributed.global_state.process_id == 0:
-                time.sleep(_LINGER_SECONDS)
-            os._exit(code)
-
-    def _lose(self, missing: Sequence[int]) -> NoReturn:
-        count = distributed.global_state.num_processes
-        self.leave(_LOST, lost_line(missing, count, self._runs))
 
 
 def _failed(summaries: Sequence[Mapping[str, Any]]) -> str | None:
@@ -203,66 +166,105 @@ def _failed(summaries: Sequence[Mapping[str, Any]]) -> str | None:
 # Flags.
 
 
-class _NumberParser(flags.ArgumentParser):
-    """An int or a float, or several separated by commas; absl's own parsers leave the
-    message to Python."""
-
-    def __init__(self, kind: type, several: bool = False):
-        super().__init__()
-        self._kind, self._several = kind, several
-        self.syntactic_help = "an integer" if kind is int else "a number"
-        if several:
-            numbers = "integers" if kind is int else "numbers"
-            self.syntactic_help = f"{numbers} separated by commas"
-
-    def parse(self, argument) -> Any:
-        try:
-            if not self._several:
-                return self._kind(argument)
-            parts = argument.split(",") if isinstance(argument, str) else argument
-            return tuple(self._kind(part) for part in parts if part != "")
-        except ValueError:
-            raise ValueError(f"value should be {self.syntactic_help}") from None
-
-
 class _AlgorithmsParser(flags.ArgumentParser):
     """Registered algorithms separated by commas, each with or without a selection."""
 
     syntactic_help = "names or name:selection separated by commas"
 
     def parse(self, argument) -> list[str]:
-        names = argument.split(",") if isinstance(argument, str) else list(argument)
-        for name in names:
-            algorithm, colon, selection = name.partition(":")
-            if algorithm not in ALGORITHMS:
-                raise ValueError(f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
-            if colon and not selection:
-                raise ValueError(f"{name!r} names no selection after its colon")
-        return names
+        given = argument.split(",") if isinstance(argument, str) else list(argument)
+        for one in given:
+            algorithm, _ = _split(one)
+            if one.endswith(":"):
+                raise ValueError(f"{one!r} names nothing after its colon")
+            find(algorithm)
+        return given
 
 
-def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines every flag. A user's own algorithms must be registered before."""
+def _split(name: str) -> tuple[str, str]:
+    """Algorithm and selection of `NAME`, `NAME:SELECTION`, `package.module:builder` or
+    `package.module:builder:SELECTION`; what is registered goes before a module."""
+    first, *rest = name.split(":")
+    if rest and first not in ALGORITHMS:
+        first = f"{first}:{rest.pop(0)}"
+    return first, ":".join(rest)
+
+
+def _named_algorithms(arguments: Sequence[str]) -> list[str]:
+    """The algorithms of a command line that is not parsed yet."""
+    arguments = flag_files.expanded(arguments)
+    found = []
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        option, equals, value = argument.partition("=")
+        if option in ("--algorithm", "-algorithm"):
+            found += (value if equals else following).split(",")
+    return [_split(one)[0] for one in found]
+
+
+def define(
+    flag_values: flags.FlagValues = flags.FLAGS,
+    arguments: Sequence[str] = (),
+    **defaults: Any,
+) -> None:
+    """Defines every flag.
+
+    Args:
+      flag_values: where.
+      arguments: the command line without the program's name, for the algorithms of a
+        user's own, `package.module:builder`, whose options are flags too. Registered
+        ones must be so before.
+      **defaults: of flags, as of `start`.
+
+    Raises:
+      ValueError: an option that cannot be a flag, an algorithm that is not there, or a
+        default of no flag.
+      flags.Error: a flag file that cannot be read, or a default that a flag refuses.
+    """
     for config in (ExperimentConfig, RunOptions, HostOptions):
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
             if field.name not in ("algorithm", "options"):
-                hint, text = hints[field.name], field.metadata["help"]
-                choices = choices_of(field, hint)
-                _define_one(field.name, hint, choices, field.default, text, flag_values)
+                hint = hints[field.name]
+                define_one(
+                    field.name,
+                    hint,
+                    choices_of(field, hint),
+                    field.default,
+                    text_of(field, hint),
+                    flag_values,
+                    field.metadata["importable"],
+                )
+    _define_own(flag_values)
+    default = defaults.get("algorithm", "").split(",")
+    named = [*(_split(one)[0] for one in default), *_named_algorithms(arguments)]
+    for option, takers in _algorithm_options(filter(names.is_path, named)).items():
+        _define_option(option, takers, flag_values)
+    of_file = flag_files.stem(arguments) is not None
+    for name, value in defaults.items():
+        if name not in flag_values:
+            known = names.near(name, flag_values)
+            raise ValueError(f"default {name}={value!r} is that of no flag{known}")
+        if name == "algorithm" or not of_file:
+            flag_values.set_default(name, value)
+
+
+def _define_own(flag_values: flags.FlagValues) -> None:
+    """Defines the flags that are no field of a dataclass."""
     flags.DEFINE(
         _AlgorithmsParser(),
         "algorithm",
         [ExperimentConfig.algorithm],
         "One or several, run one after another on the same data and seeds, each as "
-        f"NAME or NAME:SELECTION (dsvgd:ksd): {', '.join(ALGORITHMS)}.",
+        f"NAME or NAME:SELECTION (dsvgd:ksd): {', '.join(ALGORITHMS)}; or your own, "
+        "package.module:builder, from the current folder too.",
         flag_values,
         flags.CsvListSerializer(","),
     )
     flags.DEFINE_string(
         "name",
         None,
-        "Name of the run. Default: the flag file's, or algorithm_dataset.",
+        "Name of the run. Default: the flag file's, or algorithm_dataset, of a sweep "
+        "with _sweep.",
         flag_values=flag_values,
     )
     flags.DEFINE_string(
@@ -271,8 +273,22 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         "Folder that keeps compiled programs for later runs; empty: none.",
         flag_values=flag_values,
     )
-    for option, takers in _algorithm_options().items():
-        _define_option(option, takers, flag_values)
+    flags.DEFINE_multi_string(
+        "sweep",
+        None,
+        "NAME=VALUE,VALUE: runs every value of a setting of the experiment or of the "
+        "method; given several times, every combination. Values that are lists "
+        "themselves have ';' between them",  # absl adds that it may be repeated
+        flag_values=flag_values,
+    )
+    define_one(
+        "choose_by",
+        str,
+        CRITERIA,
+        "personal_nll",
+        f"What a sweep with --validation_fraction chooses by: {', '.join(CRITERIA)}.",
+        flag_values,
+    )
 
 
 def parse(
@@ -287,11 +303,31 @@ def parse(
       flags.Error: an unknown flag, a value that it does not take, a flag file that
         cannot be read, or an argument that is no flag.
     """
-    rest = flag_values([argv[0], *_with_flag_files(argv[1:])])
+    rest = parse_known([argv[0], *flag_files.expanded(argv[1:])], flag_values)
     if len(rest) > 1:
         raise flags.Error(f"{rest[1]!r} is no flag: settings are given as --flag=value")
-    flag_values.set_default("name", flag_values.name or _flagfile_stem(argv))
+    flag_values.set_default("name", flag_values.name or flag_files.stem(argv))
     return rest
+
+
+def parse_known(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
+    """What is no flag in a command line, program name first.
+
+    Raises:
+      flags.Error: an unknown flag, or a value that it does not take.
+    """
+    try:
+        return flag_values(argv)
+    except flags.UnrecognizedFlagError as error:
+        flag = f"--{error.flagname}"
+        near = names.near(flag, (f"--{name}" for name in flag_values))
+        raise flags.Error(f"Unknown command line flag {flag}{near}") from None
+
+
+def help_text(flag_values: flags.FlagValues, title: str) -> str:
+    """The flags in groups, of the chosen methods only, below a title."""
+    algorithms = dict.fromkeys(name for name, _ in map(_split, flag_values.algorithm))
+    return flag_help.help_text(flag_values, title, list(algorithms))
 
 
 def read(
@@ -302,9 +338,9 @@ def read(
     Raises:
       flags.Error: an option that no chosen algorithm takes, or one run named twice.
     """
-    parts = [name.partition(":") for name in flag_values.algorithm]
-    algorithms = list(dict.fromkeys(algorithm for algorithm, _, _ in parts))
-    takers_of = _algorithm_options()
+    parts = [_split(name) for name in flag_values.algorithm]
+    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in parts))
+    takers_of = _algorithm_options(algorithms)
     given = {
         option: flag_values[option].value
         for option in takers_of
@@ -312,13 +348,14 @@ def read(
     }
     for option, value in given.items():
         takers = takers_of[option]
-        if not any(name in takers for name in algorithms):
+        present = flag_values[option].present  # not a script's default
+        if present and not any(name in takers for name in algorithms):
             raise flags.IllegalFlagValueError(
                 f"flag --{option}={value}: {', '.join(algorithms)} does not take it; "
                 f"{', '.join(takers)} does"
             )
     configs = []
-    for algorithm, _, selection in parts:
+    for algorithm, selection in parts:
         options = {k: v for k, v in given.items() if algorithm in takers_of[k]}
         config = _fill(
             ExperimentConfig,
@@ -336,6 +373,8 @@ def read(
                 "is named twice"
             )
     name = flag_values.name or f"{'-'.join(folders)}_{configs[0].data_name}"
+    if flag_values.sweep and not flag_values.name:
+        name += "_sweep"
     run_dir = Path(flag_values.run_dir or Path("runs") / name)
     chunk_size = flag_values.chunk_size
     if chunk_size.isdecimal():
@@ -364,46 +403,73 @@ def read_hosts(flag_values: flags.FlagValues = flags.FLAGS) -> HostOptions:
     return options
 
 
+def read_sweep(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, tuple]:
+    """The settings that `--sweep` asks for: name to values, each as its flag has it.
+
+    Raises:
+      flags.Error: no setting of the experiment or of a chosen algorithm, one named
+        twice, or a value that is not allowed.
+    """
+    algorithms = dict.fromkeys(_split(one)[0] for one in flag_values.algorithm)
+    owners = [ExperimentConfig, *map(options_of, algorithms)]
+    grid: dict[str, tuple] = {}
+    for text in flag_values.sweep or ():
+        name, _, listed = text.partition("=")
+        try:
+            if name in grid:
+                raise ValueError(f"{name} is named twice")
+            grid[name] = _swept(name, listed, owners, flag_values)
+        except ValueError as error:
+            raise flags.IllegalFlagValueError(f"flag --sweep={text}: {error}") from None
+    return grid
+
+
+def _swept(
+    name: str, listed: str, owners: Sequence[type], flag_values: flags.FlagValues
+) -> tuple:
+    """The values of one `--sweep`, checked.
+
+    Args:
+      name: of the setting.
+      listed: what is to be its values.
+      owners: the classes that it may be a field of.
+      flag_values: has its flag.
+    """
+    if name in FIXED:
+        raise ValueError(f"{name} is one for all cells: give --{name}")
+    fields = [(owner, field) for owner in owners for field in dataclasses.fields(owner)]
+    own = [(owner, field) for owner, field in fields if field.name == name]
+    if not own:
+        known = [field.name for _, field in fields]
+        raise ValueError(
+            f"{name} is no setting of the experiment or of the chosen methods"
+            f"{names.near(name, known)}"
+        )
+    flag = flag_values[name]
+    parts = listed.split(";" if several(flag) else ",")
+    if "" in parts and not several(flag):
+        raise ValueError(f"give values, as in --sweep={name}=VALUE,VALUE")
+    values = tuple(flag.parser.parse(part) for part in parts)
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ValueError(f"the value {twice[0]} is given twice")
+    for owner, field in own:
+        for value in values:
+            check_one(field, typing.get_type_hints(owner)[name], value)
+    return values
+
+
 def _fill(config: type, flag_values: flags.FlagValues, **given):
     """A dataclass from the flags of its fields' names."""
     names = [f.name for f in dataclasses.fields(config) if f.name not in given]
     return config(**{name: flag_values[name].value for name in names}, **given)
 
 
-def _define_one(
-    name: str,
-    hint: Any,
-    choices: Sequence[str] | None,
-    default: Any,
-    text: str,
-    flag_values: flags.FlagValues,
-) -> None:
-    """Defines the flag of one field or option from its annotation and choices."""
-    kinds = kinds_of(hint)
-    serializer = flags.ArgumentSerializer()
-    if choices is not None and all(isinstance(choice, str) for choice in choices):
-        flags.DEFINE_enum(name, default, list(choices), text, flag_values=flag_values)
-    elif kinds == (tuple,):
-        parser = _NumberParser(typing.get_args(hint)[0], several=True)
-        serializer = flags.CsvListSerializer(",")
-        flags.DEFINE(parser, name, default, text, flag_values, serializer)
-    elif kinds == (bool,):
-        flags.DEFINE_boolean(name, default, text, flag_values=flag_values)
-    elif kinds in ((int,), (float,)):
-        parser = _NumberParser(kinds[0])
-        flags.DEFINE(parser, name, default, text, flag_values, serializer)
-    elif str in kinds:
-        flags.DEFINE_string(name, default, text, flag_values=flag_values)
-    else:
-        raise ValueError(
-            f"option {name} is annotated {hint}: use int, float, bool, str or a Literal"
-        )
-
-
-def _algorithm_options() -> dict[str, dict[str, dataclasses.Field]]:
-    """option -> algorithm -> its field, over all registered algorithms."""
+def _algorithm_options(
+    others: Iterable[str] = (),
+) -> dict[str, dict[str, dataclasses.Field]]:
+    """option -> algorithm -> its field, over all registered algorithms and others."""
     options: dict[str, dict[str, dataclasses.Field]] = {}
-    for algorithm in ALGORITHMS:
+    for algorithm in dict.fromkeys([*ALGORITHMS, *others]):
         for field in dataclasses.fields(options_of(algorithm)):
             options.setdefault(field.name, {})[algorithm] = field
     return options
@@ -422,6 +488,9 @@ def _define_option(
     choices = [choices_of(field, hint) for field, hint in zip(takers.values(), hints)]
     if None not in choices:  # those of any of them
         choices, hints = [[*dict.fromkeys(sum(choices, ()))]], hints[:1]
+        shown = f"<{'|'.join(map(str, choices[0]))}>: "
+    else:
+        shown = ""
     if any(hint != hints[0] for hint in hints):
         raise ValueError(
             f"option {option} is annotated differently in {', '.join(takers)}: it can "
@@ -434,63 +503,11 @@ def _define_option(
         meaning = field.metadata["help"].partition(". ")[0].rstrip(".")
         default = f"{name} ({'; '.join(filter(None, facts))})"
         algorithms_of.setdefault(meaning, []).append(default)
-    text = " ".join(
+    text = shown + " ".join(
         f"Option of {', '.join(names)}: {meaning}."
         for meaning, names in algorithms_of.items()
     )
-    _define_one(option, hints[0], choices[0], None, text, flag_values)
-
-
-def _flagfile_stem(argv: Sequence[str]) -> str | None:
-    """The stem of the last `--flagfile` of a command line; absl does not keep it."""
-    stem = None
-    for argument, following in zip(argv, [*argv[1:], ""]):
-        option, _, value = argument.partition("=")
-        if option in ("--flagfile", "-flagfile"):
-            stem = Path(value or following).stem
-    return stem
-
-
-def _with_flag_files(
-    arguments: Sequence[str], above: tuple[str, ...] = ()
-) -> list[str]:
-    """Puts what flag files say in the place of each `--flagfile`.
-
-    absl would read them in the encoding of the terminal, and take a comment behind a
-    value for a part of it.
-    """
-    found = []
-    rest = iter(arguments)
-    for argument in rest:
-        option, equals, name = argument.partition("=")
-        if option not in ("--flagfile", "-flagfile"):
-            found.append(argument)
-            continue
-        name = os.path.expanduser(name if equals else next(rest, ""))
-        if name in above:
-            raise flags.Error(f"flag --flagfile={name}: it leads back to itself")
-        found += _with_flag_files(_flag_file_lines(name), (*above, name))
-    return found
-
-
-def _flag_file_lines(name: str) -> list[str]:
-    """The flags of a file in UTF-8, or in UTF-16 with its mark, without comments."""
-    try:
-        raw = Path(name).read_bytes()
-        wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = raw.decode("utf-16" if wide else "utf-8-sig")
-        if "\0" in text:
-            raise ValueError("it has null characters")
-    except OSError as error:
-        raise flags.CantOpenFlagFileError(
-            f"flag --flagfile={name}: cannot be read ({error.strerror})"
-        ) from None
-    except ValueError as error:
-        raise flags.Error(
-            f"flag --flagfile={name}: is not text in UTF-8 ({error}): save it so"
-        ) from None
-    lines = [re.sub(r"\s#.*", "", f" {line}").strip() for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("//")]
+    define_one(option, hints[0], choices[0], None, text, flag_values)
 
 
 def _default_cache() -> str:

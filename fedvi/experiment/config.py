@@ -13,6 +13,8 @@ from fedvi.data import CLUSTER_TRANSFORMS, NORMALISATIONS, PARTITIONS, Federated
 from fedvi.data.partitions import options_of
 from fedvi.data.sources import file_name
 from fedvi.evaluation import BINS
+from fedvi.experiment.folder import FORMATS
+from fedvi.local import OPTIMIZERS
 from fedvi.nn import MODELS
 from fedvi.options import check, option
 from fedvi.selection import RULES
@@ -51,7 +53,9 @@ class ExperimentConfig:
     """
 
     algorithm: str = option(
-        "fedhb_niw", "A registered algorithm (flag: several, with commas)."
+        "fedhb_niw",
+        "A registered algorithm, or your own: package.module:builder.",
+        group="method",
     )
     options: dict[str, Any] = dataclasses.field(
         default_factory=dict,
@@ -63,6 +67,7 @@ class ExperimentConfig:
         "digits (embedded), fashion_mnist, mnist, emnist, cifar10, cifar100 or another "
         "tensorflow-datasets name; with data_file any name. Default: the file's name "
         f"and classes; without a file {PROTOCOL_DATASET}.",
+        group="data",
     )
     data_file: str | None = option(
         None, "An .npz with train_x, train_y, test_x, test_y."
@@ -165,15 +170,18 @@ class ExperimentConfig:
         "mean) / std of the training split; half: (x - 0.5) / 0.5 (the public code of "
         "pFedBayes); unit: as they are.",
         choices=NORMALISATIONS,
+        group="model",
     )
     model: str | None = option(
         None,
         "The network (FedHB §6: mobilenet; appendix H: mlp). Default: mobilenet for "
         "images whose sides are multiples of 32, else mlp.",
         choices=MODELS,
+        importable=True,
     )
     hidden: tuple[int, ...] = option(
-        (256,), "Widths of the hidden layers of mlp (FedHB appendix H: 256)."
+        (256,),
+        "Widths of the hidden layers of mlp (FedHB appendix H: 256), or of your own.",
     )
     dtype: Literal["float32", "bfloat16"] = option(
         "float32",
@@ -186,7 +194,9 @@ class ExperimentConfig:
         f"{' and '.join(AUGMENTED)} only.",
     )
 
-    rounds: int = option(320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1)
+    rounds: int = option(
+        320, "Rounds (FedHB §6: ⌊320/τ⌋).", at_least=1, group="training"
+    )
     fraction: float = option(
         0.1,
         "f: ⌊N·f⌋ clients take part in a round; novel_clients are no part of N. "
@@ -243,8 +253,12 @@ class ExperimentConfig:
         at_least=0,
         below=1,
     )
-    optimizer: Literal["sgd", "adam", "adagrad", "rmsprop"] = option(
-        "sgd", "Of the clients, in training and fine-tuning."
+    optimizer: str = option(
+        "sgd",
+        "Of the clients, in training and fine-tuning; your own is a function of the "
+        "learning rate, such as optax:adamw.",
+        choices=OPTIMIZERS,
+        importable=True,
     )
     local_steps: int | None = option(
         None, "R, minibatches a round, in place of epochs.", at_least=1
@@ -263,7 +277,9 @@ class ExperimentConfig:
         above=0,
     )
 
-    eval_every: int = option(10, "Rounds between evaluations.", at_least=1)
+    eval_every: int = option(
+        10, "Rounds between evaluations.", at_least=1, group="evaluation"
+    )
     personal_every: int = option(
         0,
         "Rounds between evaluations of the personalised models, a multiple of "
@@ -333,7 +349,7 @@ class ExperimentConfig:
         "like dataset.",
         evaluation="after",
     )
-    seed: int = option(0, "Seed of the first run.", at_least=0)
+    seed: int = option(0, "Seed of the first run.", at_least=0, group="run")
     seeds: int = option(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
 
     def __post_init__(self):
@@ -492,13 +508,25 @@ class ExperimentConfig:
 class RunOptions:
     """Where and how a run is carried out: nothing that changes its results."""
 
-    run_dir: str = option("", "Run folder. Default: runs/NAME.")
+    run_dir: str = option("", "Run folder. Default: runs/NAME.", group="run")
     overwrite: bool = option(False, "Replace the run that lies in the run folder.")
     resume: bool = option(False, "Continue the run that lies in the run folder.")
+    checkpoint_every: int = option(
+        1, "Evaluations between checkpoints; the last round always has one.", at_least=1
+    )
+    tensorboard: bool = option(
+        False, "Write TensorBoard event files too (extra: tensorboard)."
+    )
+    plot_formats: tuple[str, ...] = option(
+        ("png",),
+        "Formats of the pictures (extra: plots); empty: none are drawn.",
+        choices=FORMATS,
+    )
     chunk_size: int | str = option(
         "auto",
         "Clients trained at once on a device: a number, whole (the whole cohort) or "
         "auto (1 on CPU, else as many as memory allows).",
+        group="devices",
     )
     devices: int | None = option(
         None,
@@ -519,12 +547,6 @@ class RunOptions:
         "give the devices a block of clients at a time (docs/scale.md).",
     )
     block_size: int = option(256, "Clients in a block of --stream.", at_least=1)
-    checkpoint_every: int = option(
-        1, "Evaluations between checkpoints; the last round always has one.", at_least=1
-    )
-    tensorboard: bool = option(
-        False, "Write TensorBoard event files too (extra: tensorboard)."
-    )
 
     def __post_init__(self):
         _expand(self, "run_dir")
@@ -558,6 +580,7 @@ class HostOptions:
         "off",
         "auto: one of several processes that JAX finds by itself (Slurm, Open MPI, "
         "Kubernetes, TPU pod).",
+        group="devices",
     )
     coordinator_address: str | None = option(
         None, "HOST:PORT of process 0, where the processes of a run meet."

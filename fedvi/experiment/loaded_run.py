@@ -12,7 +12,7 @@ import distrax
 import jax
 import numpy as np
 
-from fedvi import __version__, algorithms, checks
+from fedvi import __version__, algorithms, checks, names
 from fedvi.algorithm import Algorithm
 from fedvi.data import FederatedData, check_scale, some_examples
 from fedvi.evaluation import Scores
@@ -224,8 +224,8 @@ class LoadedRun:
         given = self.config.options
         known = getattr(self._builder, "options", None)
         if self._builder is None:
-            known = algorithms.ALGORITHMS.get(self.config.algorithm)
-            known = known and known.options
+            with contextlib.suppress(ValueError):
+                known = algorithms.options_of(self.config.algorithm)
         defaults = dataclasses.asdict(known()) if known else {}
         return {
             key: value
@@ -248,6 +248,8 @@ class LoadedRun:
             try:
                 algorithms.options_of(config.algorithm)
             except ValueError as error:
+                if names.is_path(config.algorithm):
+                    raise  # which says what is missing
                 raise ValueError(
                     f"{self.folder} is a run of algorithm={config.algorithm!r}, which "
                     "is not registered here: import the module that registers it, or "
@@ -387,12 +389,12 @@ class LoadedRun:
         if not isinstance(client, str):
             with contextlib.suppress(ValueError):
                 return checks.index("client", client, count)
-        names = [] if ids is None else [str(name) for name in ids]
-        if str(client) in names:
-            return names.index(str(client))
+        known_ids = [] if ids is None else [str(name) for name in ids]
+        if str(client) in known_ids:
+            return known_ids.index(str(client))
         known = f"0 to {count - 1}"
-        if names:
-            known += f", or an id such as {', '.join(names[:3])}"
+        if known_ids:
+            known += f", or an id such as {', '.join(known_ids[:3])}"
         raise ValueError(f"client={client!r} is none of {self.folder}: give {known}")
 
     def _say_if_adapting(self, state: State, client: int | None) -> None:

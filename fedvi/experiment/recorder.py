@@ -182,7 +182,8 @@ class Recorder:
                 per_round=self._per_round,
             )
             folder.write_json(self.run_dir / folder.SUMMARY, result)
-            if not plots.draw(load_run(self.run_dir)):
+            formats = self.options.plot_formats
+            if formats and not plots.draw(load_run(self.run_dir), formats):
                 print("no pictures: they need matplotlib (pip install 'fedvi[plots]')")
             return result
 

@@ -9,9 +9,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
-from fedvi import algorithms, checks, codecs, contract_checks, data, nn, selection
+from fedvi import (
+    algorithms,
+    checks,
+    codecs,
+    contract_checks,
+    data,
+    names,
+    nn,
+    selection,
+)
 from fedvi.algorithm import Algorithm, Task
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment import folder
@@ -24,7 +34,8 @@ from fedvi.experiment.config import (
 from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.npz_tree import canonical
 from fedvi.federation import BaseFederation, Federation
-from fedvi.local import LocalTraining
+from fedvi.local import OPTIMIZERS, LocalTraining
+from fedvi.options import check_names
 from fedvi.placement import layered
 from fedvi.selection import Selection
 from fedvi.streaming import StreamedFederation
@@ -154,13 +165,7 @@ def resolve(
         options = algorithms.options_of(config.algorithm)
     elif not (options := getattr(builder, "options", None)):
         return config
-    known = [field.name for field in dataclasses.fields(options)]
-    for option, value in config.options.items():
-        if option not in known:
-            raise ValueError(
-                f"{option}={value!r} is no option of {config.algorithm}, which takes "
-                f"{', '.join(known) or 'none'}"
-            )
+    check_names(config.options, options, config.algorithm)
     filled = dataclasses.asdict(options(**config.options))
     return dataclasses.replace(config, options=filled)
 
@@ -217,19 +222,19 @@ def experiment(
     check_novel(clients, config.novel_clients)
     novel = _novel(config, clients)
     trained = np.delete(np.arange(clients), novel)
+    takes_hidden = "hidden" in nn.options_of(config.model)
     model = nn.build(
         config.model,
         classes=federated.classes,
         input_shape=train.x.shape[2:],
         preprocess=data.standardise(mean, std),
         dtype=config.dtype,
-        **({"hidden": config.hidden} if config.model == "mlp" else {}),
+        **({"hidden": config.hidden} if takes_hidden else {}),
     )
     model = model if model_devices == 1 else layered(model)
     task = Task.of(model, train, *_local_training(config), candidates=trained)
-    build_algorithm = partial(
-        builder or algorithms.ALGORITHMS[config.algorithm], **config.options
-    )
+    builder = builder or algorithms.find(config.algorithm)
+    build_algorithm = partial(builder, **config.options)
     algorithm = build_algorithm(task)
     if algorithm.cohort == "all":
         config = dataclasses.replace(config, selection="uniform")
@@ -283,7 +288,7 @@ def _local_training(config: ExperimentConfig) -> tuple[LocalTraining, LocalTrain
         config.learning_rate_schedule(),
         config.momentum,
         data.crop_and_flip() if config.augment else None,
-        config.optimizer,
+        _optimizer(config.optimizer),
         config.local_steps,
     )
     finetuning = training._replace(
@@ -292,6 +297,21 @@ def _local_training(config: ExperimentConfig) -> tuple[LocalTraining, LocalTrain
         steps=None,
     )
     return training, finetuning
+
+
+def _optimizer(name: str) -> str | Callable[..., optax.GradientTransformation]:
+    """A name of `fedvi.local.OPTIMIZERS`, or a user's own, tried out."""
+    if not names.is_path(name):
+        return name
+    own = names.imported("optimizer", name, OPTIMIZERS)
+    with names.told("optimizer", name):
+        made = own(0.1)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer={name!r} returned {type(made).__name__}: it must be a function "
+            "of the learning rate that returns an optax.GradientTransformation"
+        )
+    return own
 
 
 def _check_end(experiment: Experiment) -> None:
@@ -394,7 +414,7 @@ def _selection(
     if config.selection not in known:
         raise ValueError(
             f"selection={config.selection!r} must be one of {', '.join(known)} for "
-            f"{algorithm.name}"
+            f"{algorithm.name}{names.near(config.selection, known)}"
         )
     if rule := selection.RULES.get(config.selection):
         return rule(clients, size, _turns(config, train, trained))

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedvi import algorithms
+from fedvi import algorithms, checks, names
 from fedvi.algorithm import Algorithm
 from fedvi.experiment import folder, processes
 from fedvi.experiment.config import CRITERIA, ExperimentConfig, RunOptions
 from fedvi.experiment.run import run_all
 
-__all__ = ["Cell", "Sweep", "sweep", "sweep_all"]
+__all__ = ["FIXED", "Cell", "Sweep", "sweep", "sweep_all"]
 
 SWEEP, WINNER = "sweep.json", "winner"
 # What says which run it is, or what figures mean, is the same in all cells.
-_FIXED = ("algorithm", "options", "seed", "seeds", "validation_fraction")
+FIXED = ("algorithm", "options", "seed", "seeds", "validation_fraction")
 
 
 class Cell(NamedTuple):
@@ -97,7 +97,8 @@ def sweep(
     if seeds is not None:
         config = dataclasses.replace(config, seeds=seeds)
     if options is None:
-        options = RunOptions(f"runs/{config.algorithm}_{config.data_name}_sweep")
+        name = f"{config.algorithm}_{config.data_name}_sweep".replace(":", "_")
+        options = RunOptions(f"runs/{name}")
     [found] = sweep_all([(config, options)], grid, choose_by=choose_by, builder=builder)
     return found
 
@@ -117,10 +118,7 @@ def sweep_all(
     Raises:
       ValueError: as `sweep`.
     """
-    if choose_by not in CRITERIA:
-        raise ValueError(
-            f"choose_by={choose_by!r} must be one of {', '.join(CRITERIA)}"
-        )
+    checks.one_of("choose_by", choose_by, CRITERIA)
     _check_grid(grid, [_settings_of(config, builder) for config, _ in runs])
     plans = []
     for config, options in runs:
@@ -153,23 +151,23 @@ def _settings_of(
     if builder is None:
         options = algorithms.options_of(config.algorithm)
     own = () if options is None else dataclasses.fields(options)
-    return [*(name for name in fields if name not in _FIXED), *(f.name for f in own)]
+    return [*(name for name in fields if name not in FIXED), *(f.name for f in own)]
 
 
 def _check_grid(grid: Mapping[str, Sequence[Any]], known: Sequence[list[str]]) -> None:
     if not grid:
         raise ValueError("grid is empty: give at least one setting with its values")
-    names = list(dict.fromkeys(itertools.chain(*known)))
+    settings = list(dict.fromkeys(itertools.chain(*known)))
     for name, values in grid.items():
-        if name in _FIXED:
+        if name in FIXED:
             raise ValueError(
                 f"grid has {name}, which is one for all cells: give it in the "
                 "configuration"
             )
-        if name not in names:
+        if name not in settings:
             raise ValueError(
                 f"grid has {name!r}, which is no setting: it must be one of "
-                f"{', '.join(names)}"
+                f"{', '.join(settings)}{names.near(name, settings)}"
             )
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ValueError(

@@ -14,10 +14,11 @@ from fedvi.nn.model import (
     Params,
     from_flax,
     parameter_count,
+    preprocessed,
     regroup,
     weight_paths,
 )
-from fedvi.nn.models import MODELS, build
+from fedvi.nn.models import MODELS, build, options_of
 
 __all__ = [
     "MODELS",
@@ -32,7 +33,9 @@ __all__ = [
     "from_flax",
     "global_avg_pool",
     "max_pool",
+    "options_of",
     "parameter_count",
+    "preprocessed",
     "regroup",
     "weight_paths",
 ]

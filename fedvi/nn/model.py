@@ -18,18 +18,20 @@ from fedvi.local import cross_entropy
 from fedvi.nn import local_reparameterisation
 
 __all__ = [
+    "ANY_NUMBER",
     "Model",
     "Params",
     "from_flax",
     "parameter_count",
+    "preprocessed",
     "regroup",
     "weight_paths",
 ]
 
 Params = dict[str, Flat]
 
-
-_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# Parameters of a function that may be given any number of times.
+ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _no_local_draws(*_, **__) -> jax.Array:
@@ -237,6 +239,36 @@ def regroup(model: Model, group_of: Callable[[str], str]) -> Model:
     return model.regrouped(group_of)._replace(loss=model.loss)
 
 
+def preprocessed(model: Model, preprocess: Callable[[jax.Array], jax.Array]) -> Model:
+    """The same model behind a function of its raw inputs.
+
+    Args:
+        model: any.
+        preprocess: `x [batch, ...]` to what the model takes.
+    """
+
+    def apply(params: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        return model.apply(params, preprocess(x), mask)
+
+    def apply_local(
+        key: jax.Array,
+        mean: Params,
+        scale: Params,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        return model.apply_local(key, mean, scale, preprocess(x), mask)
+
+    return model._replace(
+        apply=apply,
+        apply_local=apply_local,
+        with_classes=lambda classes: preprocessed(
+            model.with_classes(classes), preprocess
+        ),
+        regrouped=lambda group_of: preprocessed(model.regrouped(group_of), preprocess),
+    )
+
+
 def weight_paths(model: Model) -> list[str]:
     """The paths of a model's weights as `regroup` sees them, in order."""
     shapes = jax.eval_shape(model.init, root_key(0))
@@ -262,7 +294,7 @@ def _check_module(module: Any) -> None:
     if isinstance(module, nn.Module):
         _, *others = inspect.signature(type(module).__call__).parameters.values()
         for one in others[1:]:
-            optional = one.default is not one.empty or one.kind in _ANY_NUMBER
+            optional = one.default is not one.empty or one.kind in ANY_NUMBER
             if one.name != "mask" and not optional:
                 raise ValueError(
                     f"module={type(module).__name__} takes {one.name!r}, which it is "

@@ -1,5 +1,6 @@
-"""The networks of the papers, by name."""
+"""The networks of the papers, by name, and a user's own."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from fedvi import checks
+from fedvi import checks, names
 from fedvi.nn.initialise import one_draw
 from fedvi.nn.layers import (
     BatchNorm,
@@ -18,9 +19,9 @@ from fedvi.nn.layers import (
     global_avg_pool,
     max_pool,
 )
-from fedvi.nn.model import Model, from_flax
+from fedvi.nn.model import ANY_NUMBER, Model, from_flax, preprocessed
 
-__all__ = ["MODELS", "build"]
+__all__ = ["MODELS", "build", "options_of"]
 
 # In every network the last linear layer has this name and forms the head.
 HEAD = "classifier"
@@ -162,7 +163,7 @@ class ResNet18(nn.Module):
 
 
 # Closed: `build` relies on flax's default initialisers and on the name of the head.
-# A module of your own becomes a `Model` by `from_flax`.
+# A user's own has the name `package.module:builder`.
 MODELS: dict[str, type[nn.Module]] = {
     "logistic": Logistic,
     "binary_logistic": BinaryLogistic,
@@ -184,10 +185,17 @@ def build(
     dtype: jnp.dtype | str = "float32",
     **options,
 ) -> Model:
-    """Builds a network of `MODELS`; its head is the last linear layer.
+    """Builds a network of `MODELS`, whose head is the last linear layer, or an own one.
+
+    An own one is made by a function or a class of `flax.linen` modules that takes
+    `classes`, and gets those of `input_shape`, `preprocess`, `dtype` and `options` that
+    its signature names. What it returns is a `Model`, which gets `preprocess` put
+    before it unless it took that itself, or a `flax.linen` module whose head is its
+    layer "classifier", which goes through `from_flax`.
 
     Args:
-        name: a key of `MODELS`.
+        name: a key of `MODELS`, or `package.module:builder`, which may lie in the
+            current folder.
         classes: number of outputs.
         input_shape: shape of one raw example, such as `(32, 32, 3)`.
         preprocess: as for `from_flax`.
@@ -195,22 +203,23 @@ def build(
         **options: fields of the network, such as `hidden=(512, 256)` for "mlp".
 
     Raises:
-        ValueError: unknown name or option, fewer than one class, or images of a size
-            that the network cannot take.
+        ValueError: unknown name or option, fewer than one class, images of a size that
+            the network cannot take, or an own builder that fails or makes no network
+            of `classes` outputs.
     """
-    if name not in MODELS:
-        raise ValueError(f"name={name!r} is no model: choose from {sorted(MODELS)}")
+    allowed = options_of(name)
     checks.whole("classes", classes)
     _check_lengths("input_shape", input_shape)
     if "hidden" in options:
         _check_lengths("hidden", options["hidden"])
-    allowed = set(MODELS[name].__dataclass_fields__) - {"classes", "parent", "name"}
     for option, value in options.items():
         if option not in allowed:
             raise ValueError(
-                f"{option}={value!r} is no option of {name}: choose from "
-                f"{sorted(allowed)}"
+                f"{option}={value!r} is no option of {name}: choose from {allowed}"
+                f"{names.near(option, allowed)}"
             )
+    if names.is_path(name):
+        return _build_own(name, classes, input_shape, preprocess, dtype, options)
     if name == "binary_logistic" and classes != 2:
         raise ValueError(
             f"model='binary_logistic' has two classes, not {classes}: use 'logistic', "
@@ -230,6 +239,84 @@ def build(
     if name == "binary_logistic":
         model = model._replace(loss=_binary_cross_entropy)
     return model
+
+
+def options_of(name: str) -> list[str]:
+    """The options that a network takes beside those of every one.
+
+    Raises:
+        ValueError: there is no such network.
+    """
+    if names.is_path(name):
+        taken = _parameters(name)
+    else:
+        checks.one_of("model", name, MODELS)
+        taken = MODELS[name].__dataclass_fields__
+    of_all = {"classes", "input_shape", "preprocess", "dtype", "parent", "name"}
+    return sorted(set(taken) - of_all)
+
+
+def _parameters(path: str) -> list[str]:
+    """The names of the arguments of a user's own builder."""
+    builder = names.imported("model", path, MODELS)
+    if not callable(builder):
+        raise ValueError(f"model={path!r} is no function that builds a network")
+    parameters = inspect.signature(builder).parameters.values()
+    return [one.name for one in parameters if one.kind not in ANY_NUMBER]
+
+
+def _build_own(
+    path: str,
+    classes: int,
+    input_shape: tuple[int, ...],
+    preprocess: Callable[[jax.Array], jax.Array] | None,
+    dtype: jnp.dtype | str,
+    options: dict[str, Any],
+) -> Model:
+    """The network that a user's own builder makes; see `build`."""
+    builder, taken = names.imported("model", path), _parameters(path)
+    given = {"classes": classes, "input_shape": input_shape, **options}
+    if not isinstance(builder, type):  # a module's own field of the name is no wish
+        given |= {"preprocess": preprocess, "dtype": dtype}
+    given = {key: value for key, value in given.items() if key in taken}
+    with names.told("model", path):
+        made = builder(**given)
+    before = None if "preprocess" in given else preprocess
+    if isinstance(made, nn.Module):
+        made = _from_module(path, made, input_shape, before, dtype)
+    elif not isinstance(made, Model):
+        raise ValueError(
+            f"model={path!r} returned {type(made).__name__}: it must return a "
+            "fedvi.nn.Model or a flax.linen module"
+        )
+    elif "dtype" not in given and jnp.dtype(dtype) != jnp.float32:
+        raise ValueError(f"model={path!r} takes no dtype={str(dtype)!r}")
+    elif before is not None:
+        made = preprocessed(made, before)
+    if made.classes != classes:
+        raise ValueError(
+            f"model={path!r} has {made.classes} outputs, and the data {classes} "
+            "classes: make it of the classes that it is given"
+        )
+    return made
+
+
+def _from_module(
+    path: str,
+    module: nn.Module,
+    input_shape: tuple[int, ...],
+    preprocess: Callable[[jax.Array], jax.Array] | None,
+    dtype: jnp.dtype | str,
+) -> Model:
+    try:
+        return from_flax(
+            module, input_shape, head=HEAD, preprocess=preprocess, dtype=dtype
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"model={path!r}: {error} (for a head of another name return "
+            "fedvi.nn.from_flax(module, input_shape, head=...))"
+        ) from error
 
 
 def _check_lengths(name: str, lengths: Any) -> None:

@@ -77,10 +77,11 @@ def test_registry_calls_the_function_of_that_name(dataset, name, options):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dirichlets", {}, "partition='dirichlets' must be one of .*'dirichlet'"),
+        ("dirichlets", {}, "partition='dirichlets' must be one of .*mean dirichlet?"),
         ("iid", {"alpha": 1}, "unknown alpha=1; it takes none"),
         ("class_shards", {}, "missing shards; it takes shards"),
         ("class_shards", {"shard": 5}, "unknown shard=5, missing shards"),
+        ("dirichlet", {"alpha": 1, "minsize": 2}, "retries: did you mean min_size?"),
         ("dirichlet", {}, "missing alpha; it takes alpha, min_size, retries"),
         ("by_group", {}, "'mine' lacks: add train_group and test_group"),
     ],

@@ -121,7 +121,7 @@ def assert_same_run(expected, found):
         assert (run_dir / "summary.json").exists()
         with open(run_dir / "metrics.csv", newline="") as file:
             rows.append(list(csv.DictReader(file)))
-    assert len(rows[0]) == len(rows[1]) == ROUNDS
+    assert len(rows[0]) == len(rows[1]) == ROUNDS + 1  # one before the first
     for left, right in zip(*rows):
         assert left.keys() == right.keys()
         for name in left.keys() - {"seconds", "split"}:

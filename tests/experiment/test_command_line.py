@@ -7,17 +7,22 @@ from absl import flags as absl_flags
 
 from fedvi import algorithms
 from fedvi.experiment import command_line, setup
-from fedvi.experiment.config import ExperimentConfig, RunOptions
-from fedvi.options import Options, option
+from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
+from fedvi.options import Options, option, range_of
 
 FLAGFILES = Path(__file__).parents[2] / "examples" / "flagfiles"
 
 
-def read(*arguments):
+def parsed(*arguments, **defaults):
     values = absl_flags.FlagValues()
-    command_line.define(values)
-    command_line.parse(["program", *map(str, arguments)], values)
-    return command_line.read(values)
+    arguments = list(map(str, arguments))
+    command_line.define(values, arguments, **defaults)
+    command_line.parse(["program", *arguments], values)
+    return values
+
+
+def read(*arguments, **defaults):
+    return command_line.read(parsed(*arguments, **defaults))
 
 
 def test_without_flags_the_configuration_is_the_default():
@@ -134,14 +139,14 @@ def test_the_help_of_an_option_says_what_it_means_and_whence_it_is(own):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithm=fedfoo"], "'fedfoo' is none of fedavg"),
+        (["--algorithm=fedfoo"], "algorithm='fedfoo' must be one of fedavg"),
         (["--algorithm=fedavg,fedavg"], "fedavg is named twice"),
         (
             ["--algorithm=dsvgd,dsvgd:ksd", "--selection=ksd"],
             "dsvgd,dsvgd:ksd: dsvgd:ksd is named twice",
         ),
-        (["--algorithm=dsvgd:"], "'dsvgd:' names no selection"),
-        (["--algorithm=ksd:dsvgd"], "'ksd' is none of fedavg"),
+        (["--algorithm=dsvgd:"], "'dsvgd:' names nothing after its colon"),
+        (["--plot_formats=png,eps"], "png,eps: value should be one of <png.svg.pdf>"),
         (["--selection_order=sideways"], "=sideways: value should be one of <id|so"),
         (["--algorithm=fedavg", "--mu=1"], "--mu=1.0: fedavg does not take it; fedpr"),
         (["--partition=stripes"], "partition=stripes: value should be one of"),
@@ -151,7 +156,10 @@ def test_the_help_of_an_option_says_what_it_means_and_whence_it_is(own):
         (["--p_drop=no"], "--p_drop=no: value should be a number"),
         (["--hidden=2,x"], "--hidden=2,x: value should be integers separated by"),
         (["--lr_decay_at=half"], "lr_decay_at=half: value should be numbers"),
-        (["--raunds=10"], "Unknown command line flag 'raunds'. Did you mean: rounds"),
+        (
+            ["--raunds=10"],
+            r"Unknown command line flag --raunds: did you mean --rounds\?",
+        ),
         (["fedavg"], "'fedavg' is no flag"),
         (["--flagfile=missing.flags"], "missing.flags"),
     ],
@@ -339,3 +347,198 @@ def test_an_option_that_is_a_flag_of_the_driver_is_named(monkeypatch, name):
     monkeypatch.setitem(algorithms.ALGORITHMS, "own", own)
     with pytest.raises(ValueError, match=f"option {name} of own: the command line has"):
         read("--algorithm=own")
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("--algorithm=FedAvg", "fedavg"),
+        ("--algorithm=fedhb-niw", "fedhb_niw"),
+        ("--model=MobileNet", "mobilenet"),
+        ("--partition=class-shards", "class_shards"),
+        ("--optimizer=Adam", "adam"),
+        ("--codec=INT-8", "int8"),
+        ("--plot_formats=svg,PDF", "pdf"),
+        ("--prior_mean=Zero", "zero"),
+        ("--learning_rat=1", "--learning_rate"),
+        ("--penality_scale=1", "--penalty_scale"),
+        ("--sweep=penality_scale=1", "penalty_scale"),
+        ("--choose_by=personal-nll", "personal_nll"),
+    ],
+)
+def test_a_name_that_nearly_matches_is_suggested(argument, meant):
+    with pytest.raises(absl_flags.Error) as raised:
+        command_line.read_sweep(parsed(argument))
+    assert str(raised.value).endswith(f": did you mean {meant}?")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_formats_of_pictures_are_a_run_option():
+    [(_, options)] = read()
+    assert options.plot_formats == ("png",)
+    [(_, options)] = read("--plot_formats=svg,pdf")
+    options.validate()
+    assert options.plot_formats == ("svg", "pdf")
+    [(_, options)] = read("--plot_formats=")
+    options.validate()
+    assert options.plot_formats == ()
+
+
+# Sweeps.
+
+
+def test_a_sweep_has_values_as_their_flags_have_them():
+    values = parsed(
+        "--algorithm=fedavg,fedhb_niw",
+        "--sweep=penalty_scale=0.1,1",
+        "--sweep=head=frozen,trained",
+        "--sweep=rounds=3",
+        "--sweep=hidden=64;128,32;",
+        "--sweep=augment=true,false",
+    )
+    assert command_line.read_sweep(values) == {
+        "penalty_scale": (0.1, 1.0),
+        "head": ("frozen", "trained"),
+        "rounds": (3,),
+        "hidden": ((64,), (128, 32), ()),
+        "augment": (True, False),
+    }
+    assert command_line.read_sweep(parsed()) == {}
+    [(_, options)] = read("--algorithm=fedavg", "--sweep=rounds=3")
+    assert options.run_dir == "runs/fedavg_cifar100_sweep"
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "message"),
+    [
+        (["mu=1"], "--sweep=mu=1: mu is no setting of the experiment or of the chosen"),
+        (["run_dir=a,b"], "run_dir is no setting"),
+        (["seeds=1,2"], "seeds is one for all cells: give --seeds"),
+        (["algorithm=fedavg,fedprox"], "algorithm is one for all cells: give --algo"),
+        (["rounds=1,ten"], "=rounds=1,ten: value should be an integer"),
+        (["rounds=0,1"], "rounds=0 must be at least 1"),
+        (["p_drop=0.5,1"], "p_drop=1.0 must be at least 0 and below 1"),
+        (["model=mlp,mpl"], "value should be one of <.*: did you mean mlp"),
+        (["rounds=1", "rounds=2"], "rounds is named twice"),
+        (["rounds=1,1"], "the value 1 is given twice"),
+        (["rounds"], "give values, as in --sweep=rounds=VALUE,VALUE"),
+        (["rounds="], "give values"),
+    ],
+)
+def test_a_mistake_in_a_sweep_is_named(sweeps, message):
+    with pytest.raises(absl_flags.Error, match=message):
+        command_line.read_sweep(parsed(*(f"--sweep={text}" for text in sweeps)))
+
+
+# A script's defaults.
+
+
+def test_a_scripts_defaults_hold_without_a_flag_file(tmp_path):
+    defaults = {"algorithm": "bpfed", "rounds": 7, "hidden": (9,), "zeta": 0.5}
+    [(config, _)] = read(**defaults)
+    assert (config.algorithm, config.rounds, config.hidden) == ("bpfed", 7, (9,))
+    assert config.options == {"zeta": 0.5}
+    [(config, _)] = read("--rounds=3", "--algorithm=fedavg", **defaults)
+    assert (config.algorithm, config.rounds, config.options) == ("fedavg", 3, {})
+    file = tmp_path / "a.flags"
+    file.write_text("--epochs=2")
+    [(config, _)] = read(f"--flagfile={file}", **defaults)
+    assert config == ExperimentConfig(algorithm="bpfed", epochs=2)
+    with pytest.raises(ValueError, match="round=3 is that of no flag: did you mean ro"):
+        read(round=3)
+    with pytest.raises(absl_flags.Error, match="rounds=many"):
+        read(rounds="many")
+
+
+# Help.
+
+
+def help_of(*arguments, **defaults):
+    values = parsed(*arguments, **defaults)
+    text = command_line.help_text(values, "A title.")
+    assert all(len(line) <= 100 for line in text.splitlines())
+    return text, " ".join(text.split())
+
+
+def test_the_help_has_every_setting_with_default_choices_and_range():
+    text, flat = help_of()
+    for config in (ExperimentConfig, RunOptions, HostOptions):
+        for field in dataclasses.fields(config):
+            if field.name == "options":
+                continue
+            no = "[no]" * (field.type in (bool, "bool", bool | None))
+            start = text.index(f"\n  --{no}{field.name}: ")
+            end = f"{text}\n  --".index("\n  --", start + 1)
+            entry = " ".join(text[start:end].split())
+            assert "default" in entry.lower()
+            assert range_of(field) in entry if "bounds" in field.metadata else True
+            for choice in field.metadata.get("choices") or ():
+                assert choice in entry
+    for name in ("name", "sweep", "choose_by", "compilation_cache"):
+        assert f"  --{name}: " in text
+    assert "(frozen | trained, default frozen, FedBABU; FedHB §6)" in flat
+
+
+def test_the_help_is_in_groups_and_of_the_chosen_methods():
+    text, _ = help_of()
+    heads = [line for line in text.splitlines() if line[:1].isalpha()]
+    assert heads == [
+        "A title.",
+        "method:",
+        "this method, fedhb_niw:",
+        "data:",
+        "model:",
+        "training:",
+        "evaluation:",
+        "run:",
+        "devices:",
+        "Options of other methods: --algorithm=NAME --help, or --helpfull.",
+    ]
+    data = text[text.index("\ndata:") : text.index("\nmodel:")]
+    assert "--dataset:" in data and "--partition_seed:" in data
+    assert "--zeta:" not in text and "--p_drop:" in text
+    text, _ = help_of("--algorithm=pfedbayes,dsvgd:ksd")
+    assert "--zeta:" in text and "--particles:" in text and "--p_drop:" not in text
+    _, flat = help_of(algorithm="bpfed", zeta=0.25, rounds=77, hidden=(3, 4))
+    for default in ("77, at least 1", "3,4)", "0.25, ", "bpfed)"):
+        assert f"(default {default}" in flat
+
+
+# A user's own.
+
+
+def test_an_own_algorithms_options_become_flags(own_module, tmp_path):
+    file = tmp_path / "own.flags"
+    file.write_text("--algorithm=fedavg,own_parts:pull\n--strength=4")
+    runs = read(f"--flagfile={file}")
+    assert [config.options for config, _ in runs] == [{}, {"strength": 4.0}]
+    [(config, options)] = read("--algorithm=own_parts:pull:ksd", "--strength=3")
+    assert (config.algorithm, config.selection) == ("own_parts:pull", "ksd")
+    assert config.options == {"strength": 3.0}
+    assert options.run_dir == "runs/own_parts_pull_ksd_cifar100"
+    _, flat = help_of("--algorithm", "own_parts:pull")
+    assert "strength: How hard. (default 2.0, above 0)" in flat
+    [first, second] = read("--algorithm=own_parts:pull,fedprox", "--mu=1")
+    assert (first[0].options, second[0].options) == ({}, {"mu": 1.0})
+    [(config, _)] = read(algorithm="own_parts:pull", strength=1)
+    assert config.options == {"strength": 1.0}
+    values = parsed("--algorithm=own_parts:pull", "--sweep=strength=1,2")
+    assert command_line.read_sweep(values) == {"strength": (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--algorithm=own_parts:pul", "own_parts has no pul: did you mean pull"),
+        ("--algorithm=own_parts:plain", "algorithm='own_parts:plain' is no builder"),
+        ("--algorithm=dsvg:ksd", "there is no module dsvg, .*: did you mean dsvgd"),
+        ("--algorithm=own_parts:pull:", "names nothing after its colon"),
+        ("--algorithm=own_parts", "algorithm='own_parts' must be one of fedavg"),
+        ("--optimizer=:x", "optimizer=':x' must be package.module:name"),
+        ("--model=own_parts:net.", "model='own_parts:net.' must be package.module:"),
+    ],
+)
+def test_a_mistake_in_a_path_is_named(own_module, argument, message):
+    with pytest.raises((absl_flags.Error, ValueError), match=message):
+        [(config, _)] = read(argument)
+        config.validate()

@@ -1,4 +1,6 @@
-"""The papers' networks: sizes, split, and what does not fit."""
+"""The papers' networks: sizes, split, and what does not fit; a user's own."""
+
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,16 @@ import pytest
 from flax import linen as nn
 
 from fedvi.flat import trees
-from fedvi.nn import BatchNorm, Conv, DepthwiseConv, build, parameter_count
+from fedvi.nn import (
+    BatchNorm,
+    Conv,
+    DepthwiseConv,
+    build,
+    from_flax,
+    options_of,
+    parameter_count,
+    regroup,
+)
 from fedvi.nn.models import ResNetBlock
 
 COLOUR, GREY = (32, 32, 3), (28, 28, 1)
@@ -155,7 +166,7 @@ def test_blocks_equal_flax_and_ignore_padded_examples():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "alexnet"}, "name='alexnet'.*'lenet'.*'vgg'"),
+        ({"name": "alexnet"}, "model='alexnet' must be one of .*lenet.*vgg"),
         ({"name": "mlp", "classes": 0}, "classes=0"),
         ({"name": "mlp", "depth": 3}, r"depth=3 is no option of mlp.*\['hidden'\]"),
         ({"name": "resnet18", "input_shape": (40, 32, 3)}, "40, 32, 3.*of 32"),
@@ -195,3 +206,90 @@ def test_binary_logistic_of_other_classes_is_refused_when_it_is_made():
     with pytest.raises(ValueError, match="has two classes, not 10: use") as error:
         build("binary_logistic", classes=10, input_shape=(4,))
     assert not getattr(error.value, "__notes__", None)
+
+
+def _standardised(x):
+    return (jnp.float32(x) - 100.0) / 50.0
+
+
+@pytest.mark.parametrize(
+    ("name", "preprocess", "options"),
+    [
+        ("net", _standardised, {}),
+        ("scaled", lambda x: _standardised(x) * 2, {}),
+        ("Net", _standardised, {"hidden": (5, 4)}),
+    ],
+)
+def test_an_own_network_sees_what_ours_would(own_module, name, preprocess, options):
+    """A function that returns a Model, one that preprocesses itself, a module class."""
+    model = build(
+        f"own_parts:{name}",
+        classes=3,
+        input_shape=(4,),
+        preprocess=_standardised,
+        **options,
+    )
+    net = importlib.import_module("own_parts").Net
+    reference = from_flax(
+        net(3, **options), (4,), head="classifier", preprocess=preprocess
+    )
+    x = jax.ShapeDtypeStruct((6, 4), jnp.uint8)
+    mask, key = jax.ShapeDtypeStruct((6,), bool), jax.random.key(0)
+    for change in (
+        lambda model: model,
+        lambda model: model.with_classes(7),
+        lambda model: regroup(model, lambda path: path.split("/")[1]),
+    ):
+        ours, theirs = change(model), change(reference)
+        params = jax.eval_shape(theirs.init, key)
+        assert jax.eval_shape(ours.init, key) == params
+        for one, other, arguments in (
+            (ours.apply, theirs.apply, (params, x, mask)),
+            (ours.apply_local, theirs.apply_local, (key, params, params, x, mask)),
+        ):
+            program = jax.make_jaxpr(one)(*arguments)
+            assert str(program) == str(jax.make_jaxpr(other)(*arguments))
+            assert " sub " in str(program)  # the mean of what it sees
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "ten",
+            "model='own_parts:ten' has 10 outputs, and the data 3 classes: make it",
+        ),
+        ("raises", r"own_parts:raises': it raised KeyError: .*own_parts.py, line \d+"),
+        ("rate", "own_parts:rate': it raised TypeError: rate.. missing 1 required"),
+        (
+            "headless",
+            "head='classifier' is not a part of Sequential.*return fedvi.nn.fr",
+        ),
+        ("number", "model='own_parts:number' is no function that builds a network"),
+        ("Nets", "own_parts has no Nets: did you mean [nN]et?"),
+    ],
+)
+def test_a_mistake_in_an_own_network_is_one_line(own_module, name, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        build(f"own_parts:{name}", classes=3, input_shape=(4,))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_an_own_network_takes_is_asked_for(own_module):
+    assert options_of("own_parts:net") == options_of("own_parts:scaled") == []
+    assert options_of("own_parts:Net") == options_of("mlp") == ["hidden"]
+    assert options_of("lenet") == []
+    with pytest.raises(
+        ValueError, match="hiden=3 is no option of own_parts:Net.*mean h"
+    ):
+        build("own_parts:Net", classes=3, input_shape=(4,), hiden=3)
+    with pytest.raises(ValueError, match="own_parts:net' takes no dtype='bfloat16'"):
+        build("own_parts:net", classes=3, input_shape=(4,), dtype="bfloat16")
+    for name in ("scaled", "Net"):
+        build(
+            f"own_parts:{name}",
+            classes=3,
+            input_shape=(4,),
+            preprocess=_standardised,
+            dtype="bfloat16",
+        )

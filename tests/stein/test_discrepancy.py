@@ -184,7 +184,7 @@ def test_no_array_of_pairs_times_dimension():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"statistic='w' must be one of \['v', 'u'"):
+    with pytest.raises(ValueError, match="statistic='w' must be one of v, u"):
         ksd(PARTICLES, SCORES1, statistic="w")
     with pytest.raises(ValueError, match="statistic='u' of one particle"):
         ksd(PARTICLES[:1], SCORES1[:1], statistic="u")
