@@ -94,7 +94,8 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("runs") / "kept"
-    experiment.run(config, RunOptions(run_dir=str(path), devices=1), keeper)
+    options = RunOptions(run_dir=str(path), devices=1, plot_formats=())
+    experiment.run(config, options, keeper)
     return path
 
 
