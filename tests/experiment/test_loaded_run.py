@@ -342,7 +342,7 @@ def test_several_runs_are_stacked(run_dir, tmp_path, monkeypatch):
     summary = json.loads((other / folder.SUMMARY).read_text())
     summary["config"] = {k: v for k, v in fields.items() if k != "fedvi"}
     (other / folder.SUMMARY).write_text(json.dumps(summary))
-    runs = fedvi.load_runs(tmp_path)
+    runs = fedvi.load_runs(tmp_path, builder=keeper)
     assert [run.folder.name for run in runs] == ["second", "first"]
     for rows in (runs.metrics, runs.per_client()):
         assert [row["width"] for row in (rows[0], rows[-1])] == [0.4, 0.2]
