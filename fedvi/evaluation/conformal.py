@@ -142,6 +142,7 @@ def client_thresholds(scores: np.ndarray, mask: np.ndarray, level: float) -> np.
       mask: `[clients, capacity]` bool, True for real examples.
       level: α.
     """
+    scores, mask = np.asarray(scores), np.asarray(mask)
     n = mask.sum(axis=-1)
     rank = conformal_rank(n, level)
     inside = np.sort(np.where(mask, scores, np.inf), axis=-1)
@@ -166,7 +167,7 @@ def score_histogram(
     scores: np.ndarray, mask: np.ndarray, edges: np.ndarray
 ) -> np.ndarray:
     """What each client uploads: `[clients, bins]` counts of its scores in (l, r]."""
-    bins = len(edges)
+    bins, mask = len(edges), np.asarray(mask)
     index = np.searchsorted(edges, scores, side="left").clip(max=bins - 1)
     return np.stack(
         [np.bincount(i[m], minlength=bins) for i, m in zip(index, mask, strict=True)]
@@ -205,6 +206,7 @@ def quantile_of_quantiles(scores: np.ndarray, mask: np.ndarray, level: float) ->
         nothing.
       level: α.
     """
+    scores, mask = np.asarray(scores), np.asarray(mask)
     held = np.flatnonzero(mask.any(axis=-1))
     if len(held) > _MOST_CLIENTS:
         held = held[np.linspace(0, len(held) - 1, _MOST_CLIENTS).astype(int)]
@@ -318,8 +320,10 @@ def prediction_sets(
       mask: `[clients, capacity]` bool, True for real examples.
       thresholds: `[clients]`, or one of all.
     """
-    inside = scores <= np.reshape(thresholds, (-1, 1, 1))
-    inside &= mask[..., None]
+    mask = np.asarray(mask)
+    inside = (np.asarray(scores) <= np.reshape(thresholds, (-1, 1, 1))) & mask[
+        ..., None
+    ]
     covered = np.take_along_axis(inside, np.asarray(labels)[..., None], -1)[..., 0]
     return PredictionSets(
         count=mask.sum(-1).astype(float),

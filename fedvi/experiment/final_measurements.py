@@ -238,9 +238,9 @@ def _calibration(
         ]
         figures[name] = over_seeds(per_seed, np.mean)
         figures[name]["per_seed"] = _with_seeds(config.seed, per_seed)
-        arrays[name] = {
-            m: _stack(o[name].arrays for o in s) for m, s in by_model.items()
-        }
+        stacked = {m: _stack(o[name].arrays for o in s) for m, s in by_model.items()}
+        if jax.tree.leaves(stacked):
+            arrays[name] = stacked
         for model, seeds in by_model.items():
             columns = _stack(one[name].per_client for one in seeds)
             per_client |= {f"{model}_{key}": v for key, v in columns.items()}

@@ -55,6 +55,10 @@ _COLUMNS = (
     ("ECE %", "ece", 100, 2),
     ("NLL", "nll", 1, 3),
     ("mutual inf.", "mutual_information", 1, 3),
+    ("NLL recal.", "recalibrated_nll", 1, 3),
+    ("coverage %", "coverage", 100, 1),
+    ("set size", "set_size", 1, 2),
+    ("worst cov. %", "worst_client", 100, 1),
     ("OOD AUROC", "auroc_entropy", 1, 3),
     ("s/round", "round_seconds", 1, 3),
 )
@@ -361,7 +365,7 @@ def table_rows(
             for key in ("accuracy", "ece", "nll"):
                 row[key] = None if found is None else found[key]
             row["mutual_information"] = (found or {}).get("mutual_information") or None
-            rows.append(row)
+            rows.append(row | _calibrated(summary, index, model))
         first, second = rows[-2:]
         if window:
             first["accuracy_std_between_rounds"] = window["accuracy_std_between_rounds"]
@@ -370,6 +374,21 @@ def table_rows(
         if ood:
             second["auroc_entropy"] = ood["per_seed"][index]["auroc_entropy"]
     return rows
+
+
+def _calibrated(summary: Mapping[str, Any], index: int, model: str) -> dict[str, float]:
+    """What calibration data gave one seed's model; {} without any."""
+    recalibration, sets = (
+        ((summary.get(key) or {}).get("per_seed") or {index: {}})[index].get(model)
+        for key in ("recalibration", "conformal")
+    )
+    if not recalibration or not sets:
+        return {}
+    own = sets["lac"]["global"]
+    return {
+        "recalibrated_nll": recalibration["global"]["nll"],
+        **{key: own[key] for key in ("coverage", "set_size", "worst_client")},
+    }
 
 
 def comparison(
@@ -401,8 +420,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
       rows: one dict per method, seed and model: `method`, `model` ("global" or
         "personal"), and any of `seed`, `accuracy`, `accuracy_std_between_rounds` (per
         cent), `ece` (fraction, shown in per cent), `nll`, `mutual_information` (nats),
-        `auroc_entropy`, `round_seconds`. A value that is absent or None is shown as
-        "-", and a column, or a model, of nothing else is left out. A seed that has
+        of the personal models `auroc_entropy`, of the global one `round_seconds`, and
+        with calibration data `recalibrated_nll` (one temperature for all), `coverage`,
+        `worst_client` (fractions, shown in per cent) and `set_size` of the prediction
+        sets of LAC by one threshold. A value that is absent or None is shown as "-",
+        and a column, or a model, of nothing else is left out. A seed that has
         `failed` is counted beside the method's name.
 
     Returns:

@@ -71,7 +71,8 @@ def sweep(
 
     Cells that differ in numbers of formulas only share one compiled program
     (`run_all`); a line says which settings need one of their own for each value. Every
-    cell is a run folder of its own, in `run_dir`; with `RunOptions(resume=True)` what
+    cell is a run folder of its own, in `run_dir`, without pictures (`fedvi report`
+    draws them); with `RunOptions(resume=True)` what
     is finished is not run again.
 
     Settings are never chosen by test data. With `validation_fraction` every figure is
@@ -189,7 +190,7 @@ def _cells(
         given = {k: v for k, v in settings.items() if k not in fields}
         cell = dataclasses.replace(config, **own, options=config.options | given)
         run_dir = Path(options.run_dir) / _folder_name(settings, len(cells))
-        cells.append((settings, cell, _moved(options, run_dir)))
+        cells.append((settings, cell, _moved(options, run_dir, plot_formats=())))
     return cells
 
 
@@ -204,8 +205,8 @@ def _folder_name(settings: Mapping[str, Any], number: int) -> str:
     return plain if plain == name and 0 < len(name) <= 120 else f"cell_{number:03d}"
 
 
-def _moved(options: RunOptions, run_dir: Path) -> RunOptions:
-    return dataclasses.replace(options, run_dir=str(run_dir))
+def _moved(options: RunOptions, run_dir: Path, **changes: Any) -> RunOptions:
+    return dataclasses.replace(options, run_dir=str(run_dir), **changes)
 
 
 # After the last.

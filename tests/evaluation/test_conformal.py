@@ -196,6 +196,32 @@ def test_undefined_predictions_are_never_held():
     assert found.covered.tolist() == [0]
 
 
+def test_clients_that_differ_are_covered_together():
+    """Exchangeable among themselves only: with `extra` the clients' number the sets
+    cover 1 - α, without it (1 - α)(N + 1)/(N + K), as the page says."""
+    clients, n, level, repeats = 8, 10, 0.2, 400
+    rng, covered = np.random.default_rng(5), {1: [], clients: []}
+    edges = score_edges(1.0)
+    for _ in range(repeats):
+        # A shift of each client's, and its own spread.
+        shift = np.linspace(0, 0.9, clients)[:, None]
+        scores = shift + 0.1 * rng.random((clients, n + 1)) ** 2
+        calibration, test = scores[:, :n], scores[:, n]
+        mask = np.ones((clients, n), bool)
+        counts = score_histogram(calibration, mask, edges).sum(0)
+        for extra, found in covered.items():
+            threshold = histogram_threshold(counts, edges, level, extra)
+            found.append(np.mean(test <= threshold))
+    least = {
+        clients: 1 - level,
+        1: (1 - level) * (clients * n + 1) / (clients * n + clients),
+    }
+    for extra, found in covered.items():
+        error = 4 * np.std(found) / np.sqrt(repeats)
+        assert np.mean(found) >= least[extra] - error, extra
+        assert np.mean(found) <= least[extra] + 0.1, extra
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_every_threshold_keeps_the_coverage_for_any_model(name):
     """Many small federations, of a model that is too sure; the mean coverage."""

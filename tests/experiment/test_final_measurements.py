@@ -455,6 +455,7 @@ def test_a_clustered_method_reports_what_it_recovers(tmp_path):
     config = change(
         cluster_transform="relabel",
         calibration_fraction=0.0,
+        risk_coverage=True,
         clients=6,
         novel_clients=0,
         finetune_curve=(),
@@ -470,6 +471,9 @@ def test_a_clustered_method_reports_what_it_recovers(tmp_path):
     assert own["clusters"] in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
     assert float(rows[-1]["adjusted_rand"]) == summary["adjusted_rand"] == 1.0
     assert summary["global"]["accuracy"] > 80  # each half has its own global model
+    # Its predictions are those of its own clients' global models.
+    assert 0 < summary["risk_coverage"]["global"]["aurc"] < 0.1
+    assert summary["recalibration"] is None and summary["conformal"] is None
 
 
 def test_novel_clients_without_test_data_are_named(tmp_path):
