@@ -135,10 +135,11 @@ def check_stable(
     Raises:
       ValueError: lr c >= 2 (1 + β), or 2 (1 - β) where two variables move.
     """
+    if training.optimizer != "sgd":
+        return
     rate = training.learning_rate_at(0)
     numbers = curvature, rate, training.momentum
-    traced = any(isinstance(number, jax.core.Tracer) for number in numbers)
-    if training.optimizer != "sgd" or traced:
+    if any(isinstance(number, jax.core.Tracer) for number in numbers):
         return
     sign, momentum = ("-", -training.momentum) if chased else ("+", training.momentum)
     most = 2 * (1 + momentum) / max(float(curvature), 1e-30)

@@ -54,6 +54,7 @@ def option(
     importable: bool = False,
     group: str = "",
     traced: bool = False,
+    evaluation: Literal["", "rows", "after"] = "",
     **bounds: float,
 ) -> Any:
     """One option: a dataclass field.
@@ -69,6 +70,9 @@ def option(
       group: that it opens: it and those after it stand together in `--help`.
       traced: it is a number in a formula, and may be a value that JAX traces; else it
         decides shapes or which functions run, and is static.
+      evaluation: nothing but evaluations reads it, so that a trained run can be
+        measured anew with another value: "rows", every evaluation does; "after", only
+        what is measured once, after training. Empty: training depends on it.
       **bounds: of `at_least, above, at_most, below`.
     """
     if unknown := set(bounds) - set(_BOUNDS):
@@ -82,6 +86,7 @@ def option(
             "importable": importable,
             "group": group,
             "traced": traced,
+            "evaluation": evaluation,
             "bounds": bounds,
         },
     )

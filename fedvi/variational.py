@@ -166,7 +166,9 @@ class Sampling(Options):
     mc_samples: int = option(
         1, "a, draws that a step's loss is averaged of.", at_least=1
     )
-    num_samples: int = option(10, "Draws of a prediction.", at_least=1)
+    num_samples: int = option(
+        10, "Draws of a prediction.", evaluation="rows", at_least=1
+    )
     eps_scale: float = option(
         1.0,
         "Factor on the noise of every draw, of normals and slabs.",

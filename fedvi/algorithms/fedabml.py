@@ -72,6 +72,7 @@ class FedABML(Alternating):
         5,
         "Steps of φ on a minibatch in personalisation; 1: an epoch is what it is for "
         "FedAvg.",
+        evaluation="rows",
         at_least=1,
     )
     global_steps: int = option(

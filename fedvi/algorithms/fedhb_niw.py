@@ -88,10 +88,16 @@ class FedHBNIW(Head):
         traced=True,
     )
     prediction: Literal["mode", "sample"] = option(
-        "mode", "The global model: the mode m_0, or a sample of the Student-t."
+        "mode",
+        "The global model: the mode m_0, or a sample of the Student-t.",
+        evaluation="rows",
     )
     num_samples: int = option(
-        1, "S, Student-t samples a prediction.", source="FedHB §3.1", at_least=1
+        1,
+        "S, Student-t samples a prediction.",
+        source="FedHB §3.1",
+        evaluation="rows",
+        at_least=1,
     )
 
 

@@ -264,10 +264,17 @@ class ExperimentConfig:
         None, "R, minibatches a round, in place of epochs.", at_least=1
     )
     finetune_epochs: int = option(
-        5, "Epochs of personalisation, of body and head.", at_least=0
+        5,
+        "Epochs of personalisation, of body and head.",
+        evaluation="rows",
+        at_least=0,
     )
     finetune_learning_rate: float = option(
-        1e-3, "Learning rate of personalisation.", traced=True, above=0
+        1e-3,
+        "Learning rate of personalisation.",
+        traced=True,
+        evaluation="rows",
+        above=0,
     )
 
     eval_every: int = option(
@@ -282,10 +289,14 @@ class ExperimentConfig:
     eval_batch_size: int = option(
         128,
         "Most test examples in one forward pass; matters with batch statistics.",
+        evaluation="rows",
         at_least=1,
     )
     calibration_bins: int = option(
-        BINS, "Equally wide bins of confidence of ECE and MCE.", at_least=1
+        BINS,
+        "Equally wide bins of confidence of ECE and MCE.",
+        evaluation="rows",
+        at_least=1,
     )
     final_rounds: int = option(
         0,
@@ -304,11 +315,13 @@ class ExperimentConfig:
         (),
         "After training, personalised accuracy after each of these numbers of "
         "fine-tuning epochs (FedABML Table 2: 0,1,2,3,4,5,8,10).",
+        evaluation="after",
     )
     conformal_level: float = option(
         0.1,
         "α of the conformal prediction sets, which miss the true class with at most "
         "this probability (with calibration_fraction).",
+        evaluation="after",
         above=0,
         below=1,
     )
@@ -317,19 +330,24 @@ class ExperimentConfig:
         "After training, the risk-coverage curve, and ECE of equally full bins and "
         "without bins: one more pass over the evaluated data. With "
         "calibration_fraction always.",
+        evaluation="after",
     )
     ood_dataset: str | None = option(
         None,
         "After training, the personalised models' uncertainty on this data set, "
         "partitioned like dataset, beside that on their own test data (FedABML Fig. 5: "
         "mnist against fashion_mnist).",
+        evaluation="after",
     )
-    ood_data_file: str | None = option(None, "The data_file of ood_dataset.")
+    ood_data_file: str | None = option(
+        None, "The data_file of ood_dataset.", evaluation="after"
+    )
     ood_classes: tuple[int, ...] = option(
         (),
         "The keep_classes of ood_dataset, dealt out at random: where it is dataset "
         "itself, classes that no client trains on. Empty: keep_classes, partitioned "
         "like dataset.",
+        evaluation="after",
     )
     seed: int = option(0, "Seed of the first run.", at_least=0, group="run")
     seeds: int = option(1, "Runs, with seeds seed, seed + 1, ...", at_least=1)
@@ -408,12 +426,15 @@ class ExperimentConfig:
         idle = options.keys() - options_of(self.partition).keys()
         return [k for k in options if k in idle and getattr(self, k) is not None]
 
+    def decay_rounds(self) -> list[int]:
+        """The rounds after which the learning rate decays."""
+        # Not from round 0, where a run of a few rounds would put it.
+        return [max(1, math.floor(f * self.rounds)) for f in self.lr_decay_at]
+
     def learning_rate_schedule(self) -> Callable:
         """The learning rate as a function of the round, counted from 0."""
         factors: dict[int, float] = {}
-        for fraction in self.lr_decay_at:
-            # Not from round 0, where a run of a few rounds would put it.
-            boundary = max(1, math.floor(fraction * self.rounds))
+        for boundary in self.decay_rounds():
             factors[boundary] = factors.get(boundary, 1.0) * self.lr_decay
         return optax.piecewise_constant_schedule(self.learning_rate, factors)
 

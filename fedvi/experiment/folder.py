@@ -27,6 +27,7 @@ __all__ = [
     "FORMATS",
     "METRICS",
     "PICTURES",
+    "PICTURE_FILES",
     "RUN_FILES",
     "SELECTION",
     "STORE",
@@ -66,6 +67,7 @@ PICTURES = (
     "risk_coverage",
 )
 FORMATS = ("png", "svg", "pdf")
+PICTURE_FILES = tuple(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS)
 RUN_FILES = (
     CONFIG,
     CLIENTS,
@@ -75,7 +77,7 @@ RUN_FILES = (
     CHECKPOINT,
     EVALUATION,
     STORE,
-    *(f"{name}.{suffix}" for name in PICTURES for suffix in FORMATS),
+    *PICTURE_FILES,
 )
 
 
@@ -299,6 +301,12 @@ class CsvFile:
         else:
             self.path.unlink(missing_ok=True)
             self._columns = []
+
+    def replace_round(self, round_index: int, *rows: Mapping[str, Any]) -> None:
+        """Puts rows in the place of those of a round, the last one, atomically."""
+        columns, found = self._read()
+        before = [row for row in found if int(row["round"]) < round_index]
+        self._replace(columns, [*before, *rows])
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows: int, float, str, or None for an empty cell."""

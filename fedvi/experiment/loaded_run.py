@@ -79,8 +79,12 @@ def load_run(
     return LoadedRun(where, config, loaded, builder)
 
 
-def load_runs(run_dir: str | Path) -> "LoadedRuns":
+def load_runs(run_dir: str | Path, **how: Any) -> "LoadedRuns":
     """All runs that lie in the folders below one, itself included, by name.
+
+    Args:
+      run_dir: the folder.
+      **how: arguments of `load_run`, the same for all.
 
     Raises:
       ValueError: as `load_run`; there is none.
@@ -92,7 +96,7 @@ def load_runs(run_dir: str | Path) -> "LoadedRuns":
         raise ValueError(
             f"{where} holds no run folder: give the folder that holds them"
         )
-    return LoadedRuns([load_run(path) for path in found])
+    return LoadedRuns([load_run(path, **how) for path in found])
 
 
 def _config(where: Path) -> ExperimentConfig:
@@ -278,7 +282,9 @@ class LoadedRun:
         if self.finished:
             return self.summary["data_sha256"]
         path = self.folder / folder.CHECKPOINT
-        return checkpoint.read_notes(path)[0]["data_sha256"] if path.exists() else None
+        if not path.exists():
+            return None
+        return checkpoint.read_notes(path).config["data_sha256"]
 
     @property
     def data(self) -> FederatedData:

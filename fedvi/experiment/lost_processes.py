@@ -153,7 +153,7 @@ def lost_line(
         if not path.exists():
             return f"{line}; {run_dir} holds no checkpoint: start all {processes} again"
         try:
-            _, done, _ = checkpoint.read_notes(path)
+            done = checkpoint.read_notes(path).round
         except ValueError as error:
             return f"{line}; {error}"
         return (

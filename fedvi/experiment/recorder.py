@@ -69,10 +69,11 @@ class Recorder:
         self.run_dir = Path(options.run_dir)
         self.seeds = range(self.config.seed, self.config.seed + self.config.seeds)
         self.problems = Problems() if restored is None else restored.problems
+        self._extended_from = () if restored is None else restored.extended_from
         self._per_round = bytes_per_round(experiment, federation.messages)
-        processes.on_first(
-            lambda: self._open(-1 if restored is None else restored.round)
-        )
+        done = -1 if restored is None else restored.round
+        self._trained = done == self.config.rounds
+        processes.on_first(lambda: self._open(done))
 
     def _open(self, done: int) -> None:
         """Brings the run folder's files to round `done`; -1: to before the first."""
@@ -80,10 +81,19 @@ class Recorder:
             CsvFile(self.run_dir / name).drop_after(done)
         if done < 0:
             folder.remove(self.run_dir / folder.STORE)
-        (self.run_dir / folder.SUMMARY).unlink(missing_ok=True)  # not finished any more
+        if not self._trained:  # else what was measured stays until it is measured anew
+            for name in (folder.SUMMARY, folder.EVALUATION):
+                folder.remove(self.run_dir / name)
+            self._describe()
+
+    def _describe(
+        self, evaluation: Evaluation | None = None, further: Sequence[dict] = ()
+    ) -> None:
+        """Writes what is run, and its clients with their figures as far as known."""
         config = {folder.VERSION: __version__} | self.config.to_dict()
         folder.write_json(self.run_dir / folder.CONFIG, config)
-        clients = rows.client_rows(self.experiment, self.seeds)
+        found = () if evaluation is None else (evaluation.scores, evaluation.clusters)
+        clients = rows.client_rows(self.experiment, self.seeds, *found, further=further)
         folder.write_csv(self.run_dir / folder.CLIENTS, clients)
 
     @contextlib.contextmanager
@@ -121,17 +131,7 @@ class Recorder:
             first = round_index - metrics.empty.shape[1] + 1
             lines = self.problems.add(first, self.seeds, metrics)
             chosen = rows.choice_rows(first, self.seeds, metrics)
-        written = rows.evaluation_rows(
-            self.experiment,
-            round_index=round_index,
-            seeds=self.seeds,
-            measured=self.federation.messages.metrics,
-            metrics=metrics,
-            scores=evaluation.scores,
-            clusters=evaluation.clusters,
-            seconds=seconds,
-            per_round=self._per_round,
-        )
+        written = self._rows(round_index, evaluation, metrics, seconds)
         classes = self.experiment.data.classes
         for row, finite in zip(written, evaluation.finite):
             if metrics is None:  # what has not been trained cannot have diverged
@@ -150,7 +150,7 @@ class Recorder:
 
     def save(self, states: State, round_index: int) -> None:
         """Writes the checkpoint: the states of all seeds."""
-        kept = Kept(states, round_index, self.problems)
+        kept = Kept(states, round_index, self.problems, self._extended_from)
         checkpoint.save_run(self.experiment, self.run_dir, self.federation, kept)
 
     def finish(
@@ -175,7 +175,7 @@ class Recorder:
                 problems=self.problems.to_dict(),
                 finite=evaluation.finite,
                 clusters=evaluation.clusters,
-                ending=ending.figures,
+                ending=ending.figures | {"extended_from": self._extended_from},
                 compile_seconds=compile_seconds,
                 plan=plan,
                 devices=list(self.federation.mesh.devices.flat),
@@ -191,16 +191,47 @@ class Recorder:
 
     def _write_evaluation(self, evaluation: Evaluation, ending: Ending) -> None:
         """What the last evaluation gave, whole, and each client's figures."""
-        measured = {"scores": evaluation.scores, **ending.arrays}
-        npz_tree.save(self.run_dir / folder.EVALUATION, measured, {})
-        clients = rows.client_rows(
-            self.experiment,
-            self.seeds,
-            evaluation.scores,
-            evaluation.clusters,
-            [ending.per_client],
+        # First: it says by which settings, should this be interrupted.
+        npz_tree.save(
+            self.run_dir / folder.EVALUATION,
+            {"scores": evaluation.scores, **ending.arrays},
+            checkpoint.measured_by(self.experiment),
         )
-        folder.write_csv(self.run_dir / folder.CLIENTS, clients)
+        if self._trained:
+            self._replace_last_rows(evaluation)
+            for name in folder.PICTURE_FILES:
+                folder.remove(self.run_dir / name)
+        self._describe(evaluation, [ending.per_client])
+
+    def _replace_last_rows(self, evaluation: Evaluation) -> None:
+        """Of a run that is measured anew: all but what the rounds themselves told."""
+        last = self.config.rounds
+        old = [r for r in folder.metrics_rows(self.run_dir) if r["round"] == last]
+        new = self._rows(last, evaluation)
+        merged = [
+            {k: v if b.get(k) is None else b[k] for k, v in a.items()}
+            for a, b in zip(old, new, strict=True)
+        ]
+        CsvFile(self.run_dir / folder.METRICS).replace_round(last, *merged)
+
+    def _rows(
+        self,
+        round_index: int,
+        evaluation: Evaluation,
+        metrics: RoundMetrics | None = None,
+        seconds: float | None = None,
+    ) -> list[dict[str, Any]]:
+        return rows.evaluation_rows(
+            self.experiment,
+            round_index=round_index,
+            seeds=self.seeds,
+            measured=self.federation.messages.metrics,
+            metrics=metrics,
+            scores=evaluation.scores,
+            clusters=evaluation.clusters,
+            seconds=seconds,
+            per_round=self._per_round,
+        )
 
 
 def status(

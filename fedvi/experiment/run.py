@@ -221,7 +221,8 @@ def _prepared(
 
     processes.on_first(check_folders)
     experiments = processes.everywhere(build)
-    processes.agree({"data_sha256": [one.data_sha256 for one in experiments]})
+    hashes = [(one.data_sha256, one.ood_sha256) for one in experiments]
+    processes.agree({"data_sha256": hashes})
     return experiments
 
 
@@ -346,8 +347,13 @@ def _restored(
         done = restored and restored.round
         processes.agree({f"the round of {run_dir}'s checkpoint": done})
         if restored is not None:
+            if restored.note:
+                print(restored.note)
+            extended = restored.extended_from
             processes.on_first(
-                lambda: checkpoint.check_rows(experiment.config, run_dir, done)
+                lambda: checkpoint.check_rows(
+                    experiment.config, run_dir, done, extended
+                )
             )
     return restored
 
@@ -362,11 +368,13 @@ def _finished(experiment: Experiment, options: RunOptions) -> dict | None:
     here = identity(experiment.config.to_dict(), experiment.data_sha256)
     try:
         there = identity(found["config"], found.get("data_sha256"))
-        if there != here:
+        if there != here or not checkpoint.is_measured(experiment, run_dir):
             return None
         report.comparison([found], [options])
         if (run_dir / folder.METRICS).exists():
-            checkpoint.check_rows(experiment.config, run_dir, found["rounds"])
+            extended = found["extended_from"]
+            done = found["rounds"]
+            checkpoint.check_rows(experiment.config, run_dir, done, extended)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(folder.damaged(path, why)) from error

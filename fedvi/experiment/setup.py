@@ -66,6 +66,7 @@ class Experiment(NamedTuple):
         decide; `selection` is uniform where the algorithm takes all clients.
       data: every client's.
       data_sha256: of all clients' examples (hex).
+      ood_sha256: of `ood`.
       task: counts the clients that may take part in training.
       algorithm: `build_algorithm(task)`.
       selection: who takes part in a round, of all clients but the novel ones.
@@ -78,6 +79,7 @@ class Experiment(NamedTuple):
     config: ExperimentConfig
     data: FederatedData
     data_sha256: str
+    ood_sha256: str
     task: Task
     algorithm: Algorithm
     selection: Selection
@@ -98,10 +100,28 @@ class Experiment(NamedTuple):
             return len(self.trained)
         return self.selection.size
 
+    @property
+    def _options(self) -> type | None:
+        """The class of the algorithm's options; None of a plain function."""
+        return getattr(self.build_algorithm.func, "options", None)
+
+    def evaluation_settings(self) -> dict[str, str]:
+        """Settings that nothing but evaluations reads, `options.name` those of the
+        algorithm, and which evaluations: `fedvi.option(evaluation=)`."""
+        owners = [("", self.config)]
+        if self._options is not None:
+            owners.append(("options.", self._options))
+        return {
+            f"{prefix}{field.name}": field.metadata["evaluation"]
+            for prefix, owner in owners
+            for field in dataclasses.fields(owner)
+            if field.metadata.get("evaluation")
+        }
+
     def numbers(self) -> dict[str, float]:
         """The settings that are numbers in formulas, by name: those of the
         configuration, and of the algorithm's options, that may be traced."""
-        known = getattr(self.build_algorithm.func, "options", None)
+        known = self._options
         if known is None:  # a plain function, which may ask what its numbers are
             return {}
         values = {
@@ -221,7 +241,8 @@ def experiment(
     result = Experiment(
         config=config,
         data=federated,
-        data_sha256=_sha256((train, federated.test, ood, calibration)),
+        data_sha256=_sha256((train, federated.test, calibration)),
+        ood_sha256=_sha256(ood),
         task=task,
         algorithm=algorithm,
         selection=_selection(config, algorithm, train, trained),

@@ -15,7 +15,11 @@ STATES = {"weights": jax.numpy.arange(3.0)}
 
 def experiment_of(config):
     return SimpleNamespace(
-        config=SimpleNamespace(to_dict=lambda: config), data_sha256="0123"
+        config=SimpleNamespace(
+            to_dict=lambda: config, rounds=9, final_rounds=0, window=0
+        ),
+        evaluation_settings=dict,
+        data_sha256="0123",
     )
 
 

@@ -45,6 +45,7 @@ def finish(run_dir, config, accuracy):
             "method": config.method,
             "dataset": "digits",
             "rounds": config.rounds,
+            "extended_from": [],
             "evaluated_on": "test",
             "failed": False,
             "global_model": True,

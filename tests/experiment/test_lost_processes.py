@@ -99,7 +99,7 @@ def test_a_loss_is_told_with_the_place_to_go_on(runs, tmp_path):
         f"process 1 of 2 was lost; {stopped} holds no checkpoint: start all 2 again"
     )
     path = stopped / "checkpoint.npz"
-    notes = {"config": {}, "round": 4, "problems": {}}
+    notes = {"config": {}, "round": 4, "problems": {}, "extended_from": []}
     npz_tree.save(path, {"a": 1.0}, notes)
     line = lost_line([1, 3], 4, runs)
     assert line == (

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 from functools import partial
 
 import jax
@@ -13,8 +14,18 @@ import numpy as np
 import pytest
 
 from fedvi import __version__, algorithms, data, experiment
-from fedvi.experiment import folder, load_data, npz_tree, report, setup
+from fedvi.experiment import (
+    checkpoint,
+    folder,
+    load_data,
+    load_run,
+    npz_tree,
+    recorder,
+    report,
+    setup,
+)
 from fedvi.experiment.config import ExperimentConfig, RunOptions
+from fedvi.federation import Federation
 from fedvi.folder_lock import FolderLock
 
 CONFIG = ExperimentConfig(
@@ -42,6 +53,11 @@ def change(config=CONFIG, **changes):
 
 def options(run_dir, **more):
     return RunOptions(run_dir=str(run_dir), **more)
+
+
+def undrawn(run_dir, **more):
+    """Pictures take longer than such a run."""
+    return options(run_dir, plot_formats=(), **more)
 
 
 def rows_of(run_dir):
@@ -154,8 +170,8 @@ def test_a_finished_run_is_not_touched(run_dir, capsys):
     before = {p.name: p.read_bytes() for p in run_dir.iterdir()}
     with pytest.raises(ValueError, match="already holds a finished run"):
         experiment.run(CONFIG, options(run_dir))
-    with pytest.raises(ValueError, match="rounds is 4 there and 6 here"):
-        experiment.run(change(rounds=6), options(run_dir, resume=True))
+    with pytest.raises(ValueError, match="epochs is 1 there and 2 here"):
+        experiment.run(change(epochs=2), options(run_dir, resume=True))
     with pytest.raises(ValueError, match="missing.npz"):
         experiment.run(
             change(data_file="missing.npz"), options(run_dir, overwrite=True)
@@ -374,6 +390,152 @@ def test_a_run_stopped_after_its_last_checkpoint_only_finishes(run_dir, tmp_path
     summary = experiment.run(CONFIG, options(tmp_path, resume=True))
     assert summary["personal"] == summary_of(run_dir)["personal"]
     assert len(rows_of(tmp_path)) == 6
+
+
+def test_an_extended_run_is_a_straight_one(tmp_path, compiled, capsys):
+    """Bit for bit, where nothing depends on the number of rounds."""
+    config = change(lr_decay_at=(), rounds=2)
+    folders = [tmp_path / "extended", tmp_path / "straight"]
+    experiment.run(config, undrawn(folders[0]))
+    with pytest.raises(ValueError, match="epochs is 1 there and 2 here"):
+        longer = change(config, rounds=4, epochs=2)
+        experiment.run(longer, undrawn(folders[0], resume=True))
+    capsys.readouterr()
+    for path in folders:
+        experiment.run(change(config, rounds=4), undrawn(path, resume=True))
+    output = capsys.readouterr().out
+    assert "4 rounds in place of 2, of which 2 are done: nothing else depends" in output
+    first, second = map(arrays_of, folders)
+    for name in second.keys() - {"metadata"}:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    rows = [rows_of(path) for path in folders]
+    for left, right in zip(*rows, strict=True):
+        kept = {k: v for k, v in right.items() if v and k != "seconds"}
+        assert kept == {k: left[k] for k in kept}
+    measured = [row["personal_nll"] != "" for row in rows[0]]
+    assert measured == [False, False, True, True, True, True]
+    first, second = map(summary_of, folders)
+    assert first["extended_from"] == [{"rounds": 2, "done": 2}]
+    assert second["extended_from"] == []
+    assert first["per_seed"] == second["per_seed"]
+    experiment.run(change(config, rounds=4), undrawn(folders[0], resume=True))
+    assert "finished: nothing to do" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="rounds=3 is fewer than the 4 that the run"):
+        experiment.run(change(config, rounds=3), undrawn(folders[0], resume=True))
+    run = load_run(folders[0])
+    assert run.states.round.tolist() == [4, 4] and run.config.rounds == 4
+
+
+def test_a_finished_run_is_measured_anew(run_dir, tmp_path, monkeypatch, capsys):
+    """By other settings of evaluation: nothing is trained, and a kill loses nothing."""
+    copied(run_dir, tmp_path)
+    again = undrawn(tmp_path, resume=True)
+    config = change(finetune_epochs=0, finetune_curve=(0,))
+    old, before = summary_of(tmp_path), rows_of(tmp_path)
+    monkeypatch.setattr(Federation, "rounds", None)
+
+    def stop(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.report, "summary", stop)
+        with pytest.raises(KeyboardInterrupt):
+            experiment.run(config, again)
+    assert summary_of(tmp_path) == old
+    capsys.readouterr()
+    experiment.run(CONFIG, again)  # what was half measured does not stay
+    assert "nothing to do" not in capsys.readouterr().out
+    assert summary_of(tmp_path)["per_seed"] == old["per_seed"]
+    assert rows_of(tmp_path) == before
+
+    found = experiment.run(config, again)
+    assert "finetune_epochs is 1 there and 0 here" in capsys.readouterr().out
+    assert found["personal"] == found["global"] == old["global"] != old["personal"]
+    assert found["finetune_curve"]["epochs"] == [0]
+    rows = rows_of(tmp_path)
+    assert rows[:4] == before[:4]
+    for left, right in zip(rows[4:], before[4:]):
+        assert left["personal_nll"] == left["global_nll"] == right["global_nll"]
+        assert [left[k] for k in ("seconds", "loss")] == [
+            right[k] for k in ("seconds", "loss")
+        ]
+    run = load_run(tmp_path)
+    assert run.config.finetune_epochs == 0
+    personal = np.array([row["personal_nll"] for row in run.per_client()])
+    measured = run.scores["global"].nll / run.scores["global"].count
+    np.testing.assert_allclose(personal, measured.ravel(), rtol=1e-6)
+    experiment.run(config, again)
+    assert "finished: nothing to do" in capsys.readouterr().out
+
+
+def test_what_training_depends_on_stays(tmp_path):
+    """And figures of two kinds do not meet in one mean."""
+    path = tmp_path / folder.CHECKPOINT
+
+    def error_of(there, done, **here):
+        built = setup.experiment(change(there, **here), loaded=load_data(CONFIG))
+        config = setup.identity(setup.resolve(there).to_dict(), built.data_sha256)
+        notes = {"config": config, "round": done, "problems": {}, "extended_from": []}
+        npz_tree.save(path, {}, notes)
+        try:
+            checkpoint.restore_run(built, tmp_path, {})
+        except ValueError as error:
+            return str(error)
+
+    assert error_of(CONFIG, 4, finetune_epochs=3) is None
+    assert error_of(CONFIG, 2, finetune_curve=(1,), rounds=8) is None
+    for there, done, here in (
+        (CONFIG, 2, {"finetune_epochs": 3}),  # in the middle
+        (change(window=2), 4, {"finetune_epochs": 3}),
+        (change(final_rounds=2), 4, {"eval_batch_size": 3}),
+        (CONFIG, 4, {"momentum": 0.5}),
+        (CONFIG, 4, {"eval_every": 1}),
+    ):
+        [name] = here
+        assert f"{name} is " in error_of(there, done, **here)
+
+
+def test_an_extended_run_says_what_becomes_of_the_learning_rate(tmp_path):
+    """And its rows are those of each of its stretches."""
+    config = change(rounds=8, final_rounds=2, seeds=1, seed=0)
+    extended = [{"rounds": 5, "done": 5}, {"rounds": 9, "done": 6}]
+    line = checkpoint._extension(config, 5, 5)
+    assert line == (
+        "8 rounds in place of 5, of which 5 are done with the learning rates of a run "
+        "of 5: from now on those of a run of 8, which decay after rounds 4, 6"
+    )
+    file = folder.CsvFile(tmp_path / folder.METRICS)
+    file.append(*({"round": r, "seed": 0} for r in (0, 2, 4, 5, 6, 7, 8)))
+    checkpoint.check_rows(config, tmp_path, 8, extended)
+    with pytest.raises(ValueError, match="an unexpected row of round 5, seed 0"):
+        checkpoint.check_rows(config, tmp_path, 8)
+
+
+@pytest.mark.parametrize("name", ["pfedbayes", "fedabml", "fedhb_niw"])
+def test_settings_of_evaluation_change_nothing_in_training(name):
+    network = {"model": "mlp", "hidden": (4,), "optimizer": "adam"}
+    built = setup.experiment(change(algorithm=name, **network))
+    other = {"num_samples": 3, "prediction": "sample", "finetune_steps": 2}
+    names = built.evaluation_settings()
+    changed = {k: v for k, v in other.items() if names.get(f"options.{k}") == "rows"}
+    assert changed
+    tuning = built.task.finetuning._replace(epochs=3, learning_rate=1e-5)
+    algorithms_ = [
+        built.algorithm,
+        built.build_algorithm(built.task._replace(finetuning=tuning), **changed),
+    ]
+
+    def update(algorithm, key, data):
+        server = algorithm.init(key)
+        client = algorithm.init_client(key, server)
+        return algorithm.client_update(key, jnp.int32(0), server, client, data)
+
+    train = jax.tree.map(lambda leaf: leaf[0], built.data.train)
+    texts = [
+        str(jax.make_jaxpr(partial(update, one))(jax.random.key(0), train))
+        for one in algorithms_
+    ]
+    assert re.sub("0x[0-9a-f]+", "", texts[0]) == re.sub("0x[0-9a-f]+", "", texts[1])
 
 
 def test_validation_is_named_everywhere(tmp_path, compiled, capsys):
