@@ -96,8 +96,11 @@ def start(
             if hosts.several:
                 ending.watch(hosts.lost_timeout)
             if grid:
-                sweep_all(runs, grid, choose_by=flags.FLAGS.choose_by)
-            elif problem := _failed(main(runs)):
+                sweeps = sweep_all(runs, grid, choose_by=flags.FLAGS.choose_by)
+                summaries = [one for found in sweeps for one in found.outcome]
+            else:
+                summaries = main(runs)
+            if problem := _failed(summaries):
                 ending.leave(1, problem)
             sys.stdout.flush()
             ending.done()

@@ -408,6 +408,12 @@ class ExperimentConfig:
         return "validation" if self.validation_fraction else "test"
 
     @property
+    def measured_after(self) -> bool:
+        """Whether something is measured once, after training, and told of."""
+        asked = self.finetune_curve, self.ood_dataset, self.calibration_fraction
+        return any(asked) or self.risk_coverage
+
+    @property
     def ood_name(self) -> str | None:
         """What is out of distribution, for prints and plots: `digits 8, 9`."""
         if not self.ood_classes:

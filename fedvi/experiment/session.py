@@ -171,7 +171,10 @@ class Session:
 
     def finish(self, plan: str) -> list[dict[str, Any]]:
         """What is measured once, plots and `summary.json` of every run."""
-        return [
-            one.finish(*self._part((self.states, self.evaluation), i), plan)
-            for i, one in enumerate(self.recorders)
-        ]
+        summaries = []
+        for i, one in enumerate(self.recorders):
+            if len(self.recorders) > 1 and one.config.measured_after:
+                print(f"{one.run_dir}:")
+            own = self._part((self.states, self.evaluation), i)
+            summaries.append(one.finish(*own, plan))
+        return summaries

@@ -53,6 +53,15 @@ class Sweep(NamedTuple):
     chosen: Cell | None
     winner: dict[str, Any] | None
 
+    @property
+    def outcome(self) -> list[dict[str, Any]]:
+        """The summaries that say whether the sweep has come to something: the winner's,
+        or those of all cells if every one failed; else none."""
+        if self.winner is not None:
+            return [self.winner]
+        failed = [cell.summary for cell in self.cells if cell.figure is None]
+        return failed if len(failed) == len(self.cells) else []
+
 
 def sweep(
     config: ExperimentConfig,

@@ -150,8 +150,9 @@ def test_nothing_is_chosen_by_test_data(tmp_path, monkeypatch, capsys):
     swept = experiment.sweep(CONFIG, rates, options)
     assert swept.chosen.settings == {"learning_rate": 0.1}  # the other one failed
     assert "is an end of its values" in capsys.readouterr().out
+    assert swept.outcome == [swept.winner]
     swept = experiment.sweep(CONFIG, {"learning_rate": [2.0, 3.0]}, options)
-    assert swept.chosen is None
+    assert swept.chosen is None and len(swept.outcome) == 2
     with pytest.raises(ValueError, match="fedprox has no global model"):
         experiment.sweep(CONFIG, rates, options, choose_by="global_nll")
 
