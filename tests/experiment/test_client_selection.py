@@ -68,10 +68,9 @@ def loaded():
     return loaded._replace(federated=federated)
 
 
-def run(run_dir, loaded, **options):
-    return experiment.run(
-        CONFIG, RunOptions(str(run_dir), **options), graded, loaded=loaded
-    )
+def run(run_dir, loaded, **more):
+    options = RunOptions(str(run_dir), plot_formats=(), **more)
+    return experiment.run(CONFIG, options, graded, loaded=loaded)
 
 
 @pytest.fixture(scope="module")

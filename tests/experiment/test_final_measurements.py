@@ -78,8 +78,9 @@ def ood_file(tmp_path_factory):
     return str(path)
 
 
-def run(run_dir, config, **options):
-    return experiment.run(config, RunOptions(str(run_dir), **options), noisy)
+def run(run_dir, config, plot_formats=(), **more):
+    options = RunOptions(str(run_dir), plot_formats=plot_formats, **more)
+    return experiment.run(config, options, noisy)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def straight(tmp_path_factory, ood_file):
     if before is None:
         cache = str(tmp_path_factory.mktemp("cache"))
         jax.config.update("jax_compilation_cache_dir", cache)
-    run(run_dir, change(ood_data_file=ood_file))
+    run(run_dir, change(ood_data_file=ood_file), ["png"])
     yield run_dir
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -112,6 +113,8 @@ def test_the_folder_holds_every_file(straight):
         "uncertainty",
         "reliability",
         "per_client",
+        "conformal",
+        "risk_coverage",
         "finetune_curve",
         "entropy_density",
     }
@@ -397,7 +400,9 @@ def test_the_table_shows_the_mean_of_the_last_rounds(
     config = change(ood_data_file=ood_file)
     summary = summary_of(straight) | {"config": setup.resolve(config).to_dict()}
     (tmp_path / folder.SUMMARY).write_text(json.dumps(summary))
-    experiment.run_all([(config, RunOptions(str(tmp_path), resume=True))])
+    experiment.run_all(
+        [(config, RunOptions(str(tmp_path), resume=True, plot_formats=()))]
+    )
     output = capsys.readouterr().out
     assert "\nmean of the last 2 of 5 rounds, test data, mean over the clie" in output
     mean = summary["mean_of_last_rounds"]["global"]["accuracy"]
@@ -465,7 +470,8 @@ def test_a_clustered_method_reports_what_it_recovers(tmp_path):
         eval_every=4,
         seeds=1,
     )
-    summary = experiment.run(config, RunOptions(str(tmp_path)), two_models)
+    options = RunOptions(str(tmp_path), plot_formats=())
+    summary = experiment.run(config, options, two_models)
     [own], rows = summary["per_seed"], rows_of(tmp_path)
     assert summary["true_clusters"] == [0, 0, 0, 1, 1, 1]
     assert own["clusters"] in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])

@@ -57,7 +57,7 @@ CONFIG = ExperimentConfig(
 
 def test_it_runs_through_the_driver(tmp_path, fedavgm):
     run_dir = str(tmp_path / "run")
-    summary = experiment.run(CONFIG, RunOptions(run_dir), fedavgm)
+    summary = experiment.run(CONFIG, RunOptions(run_dir, plot_formats=()), fedavgm)
     assert summary["algorithm"] == "fedavgm"
     assert summary["config"]["options"] == {"beta": 0.3}
     assert summary["global"]["accuracy"] > 80

@@ -51,13 +51,9 @@ def change(config=CONFIG, **changes):
     return dataclasses.replace(config, **changes)
 
 
-def options(run_dir, **more):
-    return RunOptions(run_dir=str(run_dir), **more)
-
-
-def undrawn(run_dir, **more):
-    """Pictures take longer than such a run."""
-    return options(run_dir, plot_formats=(), **more)
+def options(run_dir, plot_formats=(), **more):
+    """Pictures, which take longer than such a run, only where they are asked for."""
+    return RunOptions(run_dir=str(run_dir), plot_formats=plot_formats, **more)
 
 
 def rows_of(run_dir):
@@ -85,7 +81,7 @@ def compiled(tmp_path_factory):
 def run_dir(tmp_path_factory, compiled):
     """The folder of a finished run of `CONFIG`."""
     path = tmp_path_factory.mktemp("runs") / "straight"
-    returned = experiment.run(CONFIG, options(path))
+    returned = experiment.run(CONFIG, options(path, ["png"]))
     assert summary_of(path) == json.loads(json.dumps(returned))
     return path
 
@@ -264,7 +260,7 @@ def test_a_full_disk_ends_in_one_line_and_can_be_resumed(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError) as error:
-        experiment.run(CONFIG, options(tmp_path))
+        experiment.run(CONFIG, options(tmp_path, ["png"] * (name == "reliability.png")))
     monkeypatch.undo()
     message = str(error.value)
     assert f"run_dir={tmp_path} cannot be written to ({name}" in message
@@ -396,13 +392,13 @@ def test_an_extended_run_is_a_straight_one(tmp_path, compiled, capsys):
     """Bit for bit, where nothing depends on the number of rounds."""
     config = change(lr_decay_at=(), rounds=2)
     folders = [tmp_path / "extended", tmp_path / "straight"]
-    experiment.run(config, undrawn(folders[0]))
+    experiment.run(config, options(folders[0]))
     with pytest.raises(ValueError, match="epochs is 1 there and 2 here"):
         longer = change(config, rounds=4, epochs=2)
-        experiment.run(longer, undrawn(folders[0], resume=True))
+        experiment.run(longer, options(folders[0], resume=True))
     capsys.readouterr()
     for path in folders:
-        experiment.run(change(config, rounds=4), undrawn(path, resume=True))
+        experiment.run(change(config, rounds=4), options(path, resume=True))
     output = capsys.readouterr().out
     assert "4 rounds in place of 2, of which 2 are done: nothing else depends" in output
     first, second = map(arrays_of, folders)
@@ -418,10 +414,10 @@ def test_an_extended_run_is_a_straight_one(tmp_path, compiled, capsys):
     assert first["extended_from"] == [{"rounds": 2, "done": 2}]
     assert second["extended_from"] == []
     assert first["per_seed"] == second["per_seed"]
-    experiment.run(change(config, rounds=4), undrawn(folders[0], resume=True))
+    experiment.run(change(config, rounds=4), options(folders[0], resume=True))
     assert "finished: nothing to do" in capsys.readouterr().out
     with pytest.raises(ValueError, match="rounds=3 is fewer than the 4 that the run"):
-        experiment.run(change(config, rounds=3), undrawn(folders[0], resume=True))
+        experiment.run(change(config, rounds=3), options(folders[0], resume=True))
     run = load_run(folders[0])
     assert run.states.round.tolist() == [4, 4] and run.config.rounds == 4
 
@@ -429,7 +425,7 @@ def test_an_extended_run_is_a_straight_one(tmp_path, compiled, capsys):
 def test_a_finished_run_is_measured_anew(run_dir, tmp_path, monkeypatch, capsys):
     """By other settings of evaluation: nothing is trained, and a kill loses nothing."""
     copied(run_dir, tmp_path)
-    again = undrawn(tmp_path, resume=True)
+    again = options(tmp_path, resume=True)
     config = change(finetune_epochs=0, finetune_curve=(0,))
     old, before = summary_of(tmp_path), rows_of(tmp_path)
     monkeypatch.setattr(Federation, "rounds", None)
@@ -623,7 +619,7 @@ def test_neither_clients_nor_server_can_stop_a_run(tmp_path, compiled, capsys):
 def test_a_run_whose_rounds_are_all_lost_has_failed(tmp_path, compiled, capsys):
     """The server stays finite: it stays as it was."""
     config = change(seeds=1, rounds=1, learning_rate=1e38, finetune_epochs=0)
-    runs = [(config, options(tmp_path))]
+    runs = [(config, options(tmp_path, ["png"]))]
     [summary] = experiment.run_all(runs)
     assert summary["problems"]["lost_rounds"] == {"7": 1}
     assert summary["per_seed"][0]["finite"] and summary["failed"]

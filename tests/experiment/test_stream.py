@@ -31,8 +31,8 @@ CONFIG = ExperimentConfig(
 
 
 def run(run_dir, **options):
-    options = RunOptions(str(run_dir), devices=1, block_size=2, **options)
-    return experiment.run(CONFIG, options)
+    options = {"devices": 1, "block_size": 2, "plot_formats": ()} | options
+    return experiment.run(CONFIG, RunOptions(str(run_dir), **options))
 
 
 def rows_of(run_dir):

@@ -51,10 +51,11 @@ def traces():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, traces):
-    options = RunOptions(str(tmp_path_factory.mktemp("sweep") / "s"), devices=1)
+    where = str(tmp_path_factory.mktemp("sweep") / "s")
+    options = RunOptions(where, devices=1, plot_formats=())
     one = experiment.run(
         dataclasses.replace(CONFIG, options={"mu": 10.0}, learning_rate=0.001),
-        RunOptions(f"{options.run_dir}_alone", devices=1),
+        dataclasses.replace(options, run_dir=f"{where}_alone"),
         traces,
     )
     alone = len(traces.counted)
@@ -116,7 +117,7 @@ def test_what_is_finished_is_not_run_again(found, traces, capsys):
     before = folder.read_json(Path(stopped.run_dir) / folder.SUMMARY)
     rows = CsvFile(f"{stopped.run_dir}/{folder.METRICS}").rows()
     (Path(stopped.run_dir) / folder.SUMMARY).unlink()
-    options = RunOptions(found["where"], devices=1, resume=True)
+    options = RunOptions(found["where"], devices=1, resume=True, plot_formats=())
     again = experiment.sweep(CONFIG, GRID, options, builder=traces)
     assert capsys.readouterr().out.count("finished: nothing to do") == 4
     assert again.cells[1].summary["global"] == before["global"]
