@@ -80,7 +80,9 @@ def test_vectors_cannot_be_split(task, train, test):
         Federation(algorithms.fedavg(task), train, test, mesh=clients_mesh(4, 2))
 
 
-@pytest.mark.parametrize("name", ["fedhb_niw", "local_only"])
+@pytest.mark.parametrize(
+    "name", ["fedhb_niw", pytest.param("local_only", marks=pytest.mark.long)]
+)
 def test_models_spread_over_devices_give_the_result_of_one(task, train, test, name):
     """FedHB's server is a Normal-Inverse-Wishart; the other keeps clients' states."""
     model = build("mlp", classes=3, input_shape=(6,), hidden=(6,))

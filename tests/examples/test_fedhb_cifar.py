@@ -159,6 +159,7 @@ def test_a_failed_run_ends_in_an_error_after_the_table(folder):
     assert (folder / "failed" / "summary.json").exists()
 
 
+@pytest.mark.long
 def test_mistakes_end_in_one_line_and_help_lists_the_flags(folder):
     file = f"--flagfile={folder / 'tiny.flags'}"
     never = f"--run_dir={folder / 'never'}"

@@ -359,7 +359,7 @@ def test_clients_with_too_few_examples_are_reported(capsys):
     assert thresholds(0.1)["global"][0] == pytest.approx(1.07)
 
 
-@pytest.mark.parametrize("evaluations", [2, 3])
+@pytest.mark.parametrize("evaluations", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stopped_run_continues_bit_for_bit(
     straight, tmp_path, monkeypatch, ood_file, evaluations
 ):

@@ -71,7 +71,13 @@ def test_it_gives_the_figures_of_a_run_in_memory(straight, tmp_path):
     assert all(known.any() for *_, known in kept_by(run_dir))
 
 
-@pytest.mark.parametrize("moment", ["after a checkpoint", "before its rename"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("after a checkpoint", marks=pytest.mark.long),
+        "before its rename",
+    ],
+)
 def test_a_stopped_run_continues_bit_for_bit(straight, tmp_path, monkeypatch, moment):
     """In the second case clients' states are committed, and the checkpoint is not."""
     save, saved = npz_tree.save, []
