@@ -114,6 +114,8 @@ def test_the_folder_holds_every_file(straight):
         "per_client",
         "finetune_curve",
         "entropy_density",
+        "risk_coverage",
+        "conformal",
     }
 
 
