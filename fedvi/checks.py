@@ -192,6 +192,8 @@ def _require(name: str, value: Any, holds: Callable, what: str) -> None:
     if isinstance(value, jax.core.Tracer):
         return
     try:
+        if isinstance(value, jax.Array):
+            value = np.asarray(value)[()]  # which a trace around it does not trace
         fits = not isinstance(value, bool) and bool(holds(value))
     except (TypeError, ValueError):  # text, an array of several
         fits = False

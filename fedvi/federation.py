@@ -626,7 +626,8 @@ class Federation(BaseFederation):
         settings = jax.tree.map(_number, settings)
         self._build = algorithm if callable(algorithm) else None
         if self._build is not None:
-            algorithm = self._build(settings)
+            # NumPy's numbers, which can be looked at inside a trace too.
+            algorithm = self._build(jax.tree.map(_on_host, settings))
         train, test = settled_clients(train), settled_clients(test)
         for name, data in (("train", train), ("test", test)):
             checks.client_data(name, data)
@@ -995,6 +996,10 @@ def _number(value: Any) -> jax.Array:
     value = jnp.asarray(value)
     whole = jnp.issubdtype(value.dtype, jnp.integer)
     return value.astype(jnp.int32 if whole else jnp.float32)
+
+
+def _on_host(number: jax.Array) -> Any:
+    return number if number.ndim else np.asarray(number)[()]
 
 
 def repeated(key, runs: int):

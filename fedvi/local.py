@@ -107,8 +107,11 @@ class LocalTraining(NamedTuple):
 
 
 def unless_zero(momentum):
-    """optax's argument: None, which keeps no velocity, for a momentum known to be 0."""
-    return momentum if isinstance(momentum, jax.core.Tracer) or momentum else None
+    """optax's argument: None, which keeps no velocity, for Python's own number 0.
+
+    One of NumPy or JAX stands for what is traced, whose state it must share.
+    """
+    return None if type(momentum) in (int, float) and not momentum else momentum
 
 
 def check_stable(

@@ -47,6 +47,40 @@ def test_every_number_of_every_method_may_be_traced(run, name):
     assert all(leaf.shape == (2, 2) for leaf in jax.tree.leaves(metrics))
 
 
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_number_of_every_method_may_be_a_setting(name, task, train, test):
+    """A federation looks at its settings' own values, and at shapes: what it checks
+    inside a trace must not become a part of that."""
+    numbers = {
+        field.name: 0.001 if field.default is None else field.default
+        for field in dataclasses.fields(options_of(name))
+        if field.metadata["traced"]
+    }
+
+    def made(settings):
+        settings = dict(settings)
+        local = LocalTraining(1, 8, settings.pop("rate"), settings.pop("momentum"))
+        own = task._replace(training=local, finetuning=local)
+        return build(name, own, **settings)
+
+    settings = {"rate": 0.001, "momentum": 0.0} | numbers
+    size = made(settings).cohort
+    federation = Federation(
+        made,
+        train,
+        test,
+        selection=uniform(7, 1) if size == 1 else full(7),
+        settings=settings,
+    )
+    states = federation.shapes(2)
+    expected = federation.messages.server
+    chex.assert_trees_all_equal_structs(states.server, expected)
+    after, _ = jax.eval_shape(
+        lambda *a: federation._over_runs("rounds")(*a, n=1), states, train
+    )
+    chex.assert_trees_all_equal_shapes(after.clients, states.clients)
+
+
 # What a method adds to a client's rate and momentum.
 CASES = {
     "fedavg": {"server_learning_rate": (1.0, 0.7), "server_momentum": (0.2, 0.4)},

@@ -155,8 +155,8 @@ def client_thresholds(scores: np.ndarray, mask: np.ndarray, level: float) -> np.
 def score_edges(largest: float, bins: int = 1000) -> np.ndarray:
     """Right edges `[bins + 1]` of a histogram of scores in [0, largest].
 
-    Evenly spaced in logit(score / largest), so that both ends, where sure models have
-    most of their scores, are resolved to 10⁻⁷. The last edge is infinite.
+    Evenly spaced in logit(score / largest), so that both ends are resolved to 10⁻⁷,
+    where sure models have most scores of LAC. The last edge is infinite.
     """
     checks.whole("bins", bins, least=2)
     inner = 1 / (1 + np.exp(-np.linspace(-16.0, 16.0, bins - 1)))

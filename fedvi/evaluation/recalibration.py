@@ -101,7 +101,8 @@ def temperature_variance(sums: TemperatureSums, temperature: float) -> float:
 
         τ² = max(0, (Σ_i g_i² / h_i - (K - 1)) / (Σ_i h_i - Σ_i h_i² / Σ_i h_i)),
 
-    over the K clients with h_i > 0: 0 where they differ no more than by chance.
+    over the K clients with h_i > 0: 0 where they differ no more than by chance. At an
+    end of the grid, where Σ g_i is not 0, (Σ g_i)² / Σ h_i is taken off Σ g_i² / h_i.
 
     Args:
       sums: stacked, leaves `[clients, grid]`.
@@ -113,7 +114,9 @@ def temperature_variance(sums: TemperatureSums, temperature: float) -> float:
     total = information.sum()
     if held.sum() < 2:
         return 0.0
-    excess = np.sum(slope**2 / information) - (held.sum() - 1)
+    # Around the estimates' own mean: at an end of the grid the slopes do not cancel.
+    around = np.sum(slope**2 / information) - slope.sum() ** 2 / total
+    excess = around - (held.sum() - 1)
     return float(max(0.0, excess / (total - np.sum(information**2) / total)))
 
 

@@ -22,7 +22,7 @@ from fedvi import (
     nn,
     selection,
 )
-from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithm import Algorithm, Task, own_settings
 from fedvi.data import ClientData, FederatedData
 from fedvi.experiment import folder
 from fedvi.experiment.config import (
@@ -34,6 +34,7 @@ from fedvi.experiment.config import (
 from fedvi.experiment.loading import LoadedData, load_data
 from fedvi.experiment.npz_tree import canonical
 from fedvi.federation import BaseFederation, Federation
+from fedvi.keys import root_key
 from fedvi.local import OPTIMIZERS, LocalTraining
 from fedvi.options import check_names
 from fedvi.placement import layered
@@ -130,7 +131,9 @@ class Experiment(NamedTuple):
             for field in dataclasses.fields(owner)
             if field.metadata.get("traced")
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return {
+            name: float(value) for name, value in values.items() if value is not None
+        }
 
     def algorithm_of(self, numbers: Mapping[str, Any]) -> Algorithm:
         """The algorithm with others of its `numbers`, which may be traced."""
@@ -455,17 +458,41 @@ def program_of(experiment: Experiment, options: RunOptions) -> str | None:
     """What runs that share a compiled program have in common; None: it can have no
     other of its kind.
 
-    Clients on disk go one run after another, and several processes too.
+    Clients on disk go one run after another, and several processes too. So does a run
+    with a number of 0 that, alone, keeps less in its state than a traced one
+    (momentum, where moments outlive a round): its checkpoint is to be that of a run
+    alone.
     """
     if options.stream or jax.process_count() > 1 or not experiment.numbers():
         return None
     config = experiment.config.to_dict()
     config["options"] = dict(config["options"])
     for name in experiment.numbers():
-        (config if name in config else config["options"])[name] = None
+        # Not None, which is what an option without a number has.
+        (config if name in config else config["options"])[name] = "traced"
     config["seed"] = config["seeds"] = None
     how = dataclasses.asdict(options) | {"run_dir": None}
-    return canonical([config, how, experiment.data_sha256])
+    return canonical([config, how, experiment.data_sha256, _own_state(experiment)])
+
+
+@own_settings()
+def _own_state(experiment: Experiment) -> str | None:
+    """The structure of the state where a number of 0 gives it one of its own."""
+    numbers = experiment.numbers()
+    if all(numbers.values()):
+        return None
+
+    def structure(algorithm):
+        def init(key):
+            server = algorithm.init(key)
+            return server, algorithm.init_client(key, server)
+
+        return jax.tree.structure(jax.eval_shape(init, root_key(0)))
+
+    # NumPy's numbers stand for traced ones, as in a federation.
+    traced = {name: np.float32(value) for name, value in numbers.items()}
+    own = structure(experiment.algorithm)
+    return None if own == structure(experiment.algorithm_of(traced)) else str(own)
 
 
 def flat_settings(config: ExperimentConfig) -> dict[str, Any]:

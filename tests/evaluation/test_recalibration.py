@@ -165,3 +165,14 @@ def test_impossible_and_undefined_predictions():
     sums = sums_of(log_p * np.nan, labels, mask)
     variance = temperature_variance(sums, undefined)
     assert np.isnan(client_temperatures(sums, undefined, variance)).all()
+
+
+def test_clients_that_are_alike_do_not_vary_at_the_end_of_the_grid():
+    """There the summed slope is not 0: it is no spread between clients."""
+    log_probs = jax.nn.log_softmax(jnp.tile(jnp.array([5.0, 0.0, -5.0]), (50, 1)))
+    labels = jnp.full(50, 2)  # always the least likely class: the flatter the better
+    own = recalibration.temperature_sums(log_probs, labels, jnp.ones(50, bool))
+    sums = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), own)
+    temperature = recalibration.global_temperature(sums)
+    assert temperature == pytest.approx(np.exp(3.0))
+    assert recalibration.temperature_variance(sums, temperature) == 0.0

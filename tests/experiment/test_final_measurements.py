@@ -117,6 +117,8 @@ def test_the_folder_holds_every_file(straight):
         "risk_coverage",
         "finetune_curve",
         "entropy_density",
+        "risk_coverage",
+        "conformal",
     }
 
 

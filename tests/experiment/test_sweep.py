@@ -5,6 +5,7 @@ import importlib
 import re
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 
@@ -181,3 +182,68 @@ def test_a_mistake_in_the_grid_is_one_line(grid, message, tmp_path):
 def test_a_criterion_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="choose_by='ece' must be one of"):
         fedvi.sweep(CONFIG, GRID, RunOptions(str(tmp_path / "s")), choose_by="ece")
+
+
+# What is traced computes what the plain number does.
+
+SMALL = dataclasses.replace(
+    CONFIG, algorithm="fedavg", seeds=1, validation_fraction=0.0, fraction=1.0
+)
+
+
+def together_and_alone(configs, tmp_path):
+    """(summaries of `run_all`, those of each run alone)."""
+    together = experiment.run_all(
+        [(c, RunOptions(f"{tmp_path}/s/{i}", devices=1)) for i, c in enumerate(configs)]
+    )
+    alone = [
+        experiment.run(config, RunOptions(f"{tmp_path}/alone/{i}", devices=1))
+        for i, config in enumerate(configs)
+    ]
+    return together, alone
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        # Checked where the client's update is traced.
+        (
+            "fedavg",
+            [
+                {"momentum": 0.0, "finetune_learning_rate": 0.1},
+                {"momentum": 0.9, "finetune_learning_rate": 0.01},
+            ],
+        ),
+        # 0 keeps no velocity, in a run alone.
+        ("fedavg", [{"server_momentum": 0.0}, {"server_momentum": 0.5}]),
+        ("fedavg", [{"server_momentum": 0.5}, {"server_momentum": 0.0}]),
+        # None is no number: it has a program of its own.
+        ("fedabml", [{"global_learning_rate": None}, {"global_learning_rate": 0.5}]),
+        ("fedabml", [{"global_learning_rate": 0.5}, {"global_learning_rate": None}]),
+        # Whole numbers are numbers.
+        ("fedprox", [{"mu": 1}, {"mu": 0.5}]),
+    ],
+    ids=str,
+)
+def test_runs_together_are_as_each_alone(method, settings, tmp_path):
+    fields = {field.name for field in dataclasses.fields(SMALL)}
+    configs = [
+        dataclasses.replace(
+            SMALL,
+            algorithm=method,
+            learning_rate=0.01,
+            **{k: v for k, v in own.items() if k in fields},
+            options={k: v for k, v in own.items() if k not in fields},
+        )
+        for own in settings
+    ]
+    together, alone = together_and_alone(configs, tmp_path)
+    for one, other in zip(together, alone, strict=True):
+        for model in ("global", "personal"):
+            expected = pytest.approx(other[model]["nll"], rel=1e-5)
+            assert one[model]["nll"] == expected
+    for i in range(len(configs)):  # the checkpoint too
+        states = [
+            fedvi.load_run(f"{tmp_path}/{name}/{i}").states for name in ("s", "alone")
+        ]
+        chex.assert_trees_all_equal_shapes(*(one.server for one in states))
