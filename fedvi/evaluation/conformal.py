@@ -312,7 +312,7 @@ class PredictionSets(NamedTuple):
 def prediction_sets(
     scores: np.ndarray, labels: np.ndarray, mask: np.ndarray, thresholds: np.ndarray
 ) -> PredictionSets:
-    """Counts what sets {classes with score <= threshold} hold.
+    """Counts what sets {classes with score <= threshold} hold; a NaN is in none.
 
     Args:
       scores: `[clients, capacity, classes]`.
@@ -320,10 +320,8 @@ def prediction_sets(
       mask: `[clients, capacity]` bool, True for real examples.
       thresholds: `[clients]`, or one of all.
     """
-    mask = np.asarray(mask)
-    inside = (np.asarray(scores) <= np.reshape(thresholds, (-1, 1, 1))) & mask[
-        ..., None
-    ]
+    mask, thresholds = np.asarray(mask), np.reshape(thresholds, (-1, 1, 1))
+    inside = (np.asarray(scores) <= thresholds) & mask[..., None]
     covered = np.take_along_axis(inside, np.asarray(labels)[..., None], -1)[..., 0]
     return PredictionSets(
         count=mask.sum(-1).astype(float),

@@ -54,7 +54,10 @@ class Examples(NamedTuple):
           labels: `[clients, capacity]`.
           seed: of the uniform numbers, another one for each data set.
         """
-        uniforms = np.random.default_rng(seed).random(predictions.mask.shape)
+        # Not the stream of a partition or a held-out part: a longer seed, since zeros
+        # at a seed's end change nothing.
+        rng = np.random.default_rng([*seed, *b"uniforms"])
+        uniforms = rng.random(predictions.mask.shape)
         return cls(
             predictions.log_probs, np.asarray(labels), predictions.mask, uniforms
         )
@@ -248,7 +251,7 @@ def _columns(
     counted: Mapping[str, conformal.PredictionSets], own: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Of LAC: what each client gets by the threshold of all, and by its own."""
-    columns = {"threshold": own}
+    columns = {"own_threshold": own}
     for prefix, rule in (("", "global"), ("own_", "client")):
         count, covered, size = counted[rule]
         count = np.where(count > 0, count, np.nan)

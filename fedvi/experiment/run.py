@@ -276,17 +276,18 @@ def _sharing(groups: Sequence[Sequence[Experiment]]) -> str:
         line += f"; one program for all values of {', '.join(shared)}"
     if len(groups) > 1:
         by_method: dict[str, list[dict[str, Any]]] = {}
-        for own in groups:
-            config = own[0].config
-            settings = setup.flat_settings(config)
-            by_method.setdefault(config.method, []).append(settings)
+        for one, *_ in groups:
+            settings = setup.flat_settings(one.config)
+            fixed = {k: v for k, v in settings.items() if k not in one.numbers()}
+            by_method.setdefault(one.config.method, []).append(fixed)
         names = ["method"] * (len(by_method) > 1) + [
             name
             for own in by_method.values()
-            for name in own[0]
-            if name not in shared and len({str(one[name]) for one in own}) > 1
+            for name in dict.fromkeys(name for one in own for name in one)
+            if len({str(one.get(name)) for one in own}) > 1
         ]
-        line += f"; another for each {', '.join(dict.fromkeys(names)) or 'of them'}"
+        why = ", ".join(dict.fromkeys(names)) or "state that a number of 0 makes"
+        line += f"; another for each {why}"
     return line
 
 

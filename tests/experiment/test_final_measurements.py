@@ -117,8 +117,6 @@ def test_the_folder_holds_every_file(straight):
         "risk_coverage",
         "finetune_curve",
         "entropy_density",
-        "risk_coverage",
-        "conformal",
     }
 
 
@@ -343,7 +341,7 @@ def test_clients_with_too_few_examples_are_reported(capsys):
     assert calibrations.too_few(few.mask.sum(1), 0.1).tolist() == [1, 2]
     found = calibrations.measure(test, few, groups, level=0.1, bins=15)
     own = found["conformal"].per_client
-    assert own["threshold"][1:].tolist() == [np.inf, np.inf]
+    assert own["own_threshold"][1:].tolist() == [np.inf, np.inf]
     assert own["own_coverage"][1:].tolist() == [1, 1]
     assert own["own_set_size"][1:].tolist() == [3, 3]
     undefined = test._replace(log_probs=log_p * np.nan)
