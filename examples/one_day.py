@@ -49,5 +49,6 @@ for model in ("global", "personal"):
     print(f"  sets cover {sets['coverage']:.1%}, hold {sets['set_size']:.2f} classes")
 print("a row per seed and client, the first:", run.per_client()[:1])
 
-# Draw: the winner's pictures lie in its folder; all cells in one:
-fedvi.plots.learning_curves(fedvi.load_runs("runs/one_day"), "runs/one_day/all.svg")
+# Draw: the winner's pictures lie in its folder; the cells in one:
+cells = [fedvi.load_run(cell.run_dir) for cell in found.cells]
+fedvi.plots.learning_curves(cells, "runs/one_day/cells.svg")

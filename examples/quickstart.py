@@ -45,10 +45,7 @@ def with_chosen(config):
 def main(runs):
     """The closing table compares them."""
     summaries = experiment.run_all(runs)
-    print(
-        "what this shows, and what not: docs/runs.md, 'The quickstart'; open "
-        "comparison.png beside the run folders, and entropy_density.png in pfedbayes'"
-    )
+    print("what this shows, and what not: docs/runs.md, 'The quickstart'")
     return summaries
 
 

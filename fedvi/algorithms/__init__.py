@@ -18,6 +18,7 @@ from fedvi.algorithms.registry import (
     build,
     builder,
     find,
+    is_registered,
     options_of,
     register,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "fedhb_niw",
     "fedprox",
     "find",
+    "is_registered",
     "local_only",
     "options_of",
     "parallel_dsvgd",

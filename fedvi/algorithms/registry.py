@@ -12,7 +12,15 @@ from fedvi.local import LocalTraining
 from fedvi.nn import Model
 from fedvi.options import Options, check_names, describe
 
-__all__ = ["ALGORITHMS", "build", "builder", "find", "options_of", "register"]
+__all__ = [
+    "ALGORITHMS",
+    "build",
+    "builder",
+    "find",
+    "is_registered",
+    "options_of",
+    "register",
+]
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {}
 
@@ -108,6 +116,12 @@ def _check_task(builder_name: str, task: Any) -> None:
         checks.whole(f"task.{name}", getattr(task, name))
 
 
+def is_registered(name: str) -> bool:
+    """Whether an algorithm has this name, other than by its own module of that name,
+    which `name:builder` means."""
+    return name in ALGORITHMS and ALGORITHMS[name].__module__ != name
+
+
 def find(name: str) -> Callable[..., Algorithm]:
     """The builder of a registered algorithm, or of a user's own.
 
@@ -122,7 +136,7 @@ def find(name: str) -> Callable[..., Algorithm]:
         checks.one_of("algorithm", name, ALGORITHMS)
         return ALGORITHMS[name]
     first, _, selection = name.partition(":")
-    if first in ALGORITHMS:
+    if is_registered(first):
         raise ValueError(
             f"algorithm={name!r} names a selection: give algorithm={first!r} and "
             f"selection={selection!r}"

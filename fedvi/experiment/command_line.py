@@ -20,7 +20,7 @@ import jax
 from absl import flags
 
 from fedvi import names
-from fedvi.algorithms import ALGORITHMS, find, options_of
+from fedvi.algorithms import ALGORITHMS, find, is_registered, options_of
 from fedvi.experiment import flag_files, flag_help, processes, report
 from fedvi.experiment.config import (
     CRITERIA,
@@ -188,7 +188,7 @@ def _split(name: str) -> tuple[str, str]:
     """Algorithm and selection of `NAME`, `NAME:SELECTION`, `package.module:builder` or
     `package.module:builder:SELECTION`; what is registered goes before a module."""
     first, *rest = name.split(":")
-    if rest and first not in ALGORITHMS:
+    if rest and not is_registered(first):
         first = f"{first}:{rest.pop(0)}"
     return first, ":".join(rest)
 

@@ -796,7 +796,7 @@ def _check_ood_classes(config: ExperimentConfig) -> None:
         if trained := [label for label in classes if label in kept]:
             raise ValueError(
                 f"ood_classes={classes}: the clients train on {trained} of "
-                f"{config.data_name!r}: leave them out of keep_classes={list(kept)}"
+                f"{config.data_name!r}: give keep_classes, without them"
             )
 
 

@@ -104,7 +104,7 @@ def _config(where: Path) -> ExperimentConfig:
     if not path.exists():
         raise ValueError(
             f"{where} is no run folder: it has no {folder.CONFIG}; give one that a run "
-            "was written to, its --run_dir"
+            "was written to, its --run_dir, or load_runs the folder that holds several"
         )
     fields = folder.read_json(path)
     version = fields.pop(folder.VERSION, "an older version")
@@ -346,7 +346,8 @@ class LoadedRun:
         """
         number = None if client is None else self.client_number(client)
         state = self.state(seed)
-        self._say_if_adapting(state, number)
+        if self.experiment.algorithm.personal_posterior is not None:
+            self._say_if_adapting(state, number)
         return self.federation.posterior(state, number)
 
     def predict(

@@ -498,14 +498,15 @@ def differences(summaries: Sequence[Mapping[str, Any]], names: Sequence[str]) ->
       A table of the accuracy and the NLL of the global models, where the first run has
       one, and one of the personalised models: differences by seed, their mean ±
       standard error (sample standard deviation / √seeds), and how many errors Student's
-      t asks for. Empty for one run, one seed, runs of different seeds, and the means of
-      a `window`.
+      t asks for. Empty for one run, one seed, runs of different seeds or evaluated on
+      different data, and the means of a `window`.
     """
     seeds = [summary["seeds"] for summary in summaries]
     windows = any(summary.get("window") for summary in summaries)
     if len(seeds) < 2 or len(seeds[0]) < 2 or windows:
         return ""
-    if seeds.count(seeds[0]) < len(seeds):
+    measured = {(one["dataset"], one["evaluated_on"]) for one in summaries}
+    if seeds.count(seeds[0]) < len(seeds) or len(measured) > 1:
         return ""
     parts = [
         f"minus {names[0]}, seed by seed: mean ± standard error of {len(seeds[0])} "

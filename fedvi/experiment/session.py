@@ -67,17 +67,19 @@ class Session:
             for one, own in zip(self.recorders, settings)
         ]
         settings = jax.tree.map(lambda *own: jnp.concatenate(own), *several)
+        traced = bool(jax.tree.leaves(settings))
         if restored is None:
             seeds = [seed for one in self.recorders for seed in one.seeds]
             keys = jax.vmap(root_key)(np.array(seeds, np.uint32))
-            if len(self.recorders) == 1:
-                return self.federation.init(keys)
-            return self.federation.init(keys, settings)
-        if len(restored) == 1:
-            return restored[0].states
-        states = jax.tree.map(
-            lambda *own: jnp.concatenate(own), *(kept.states for kept in restored)
-        )
+            own = (settings,) if traced else ()
+            return self.federation.init(keys, *own)
+        states = restored[0].states
+        if not traced:  # a single run
+            return states
+        if len(restored) > 1:
+            states = jax.tree.map(
+                lambda *own: jnp.concatenate(own), *(kept.states for kept in restored)
+            )
         states = states._replace(settings=settings)
         places = self.federation.shapes(len(states.key))
         return jax.tree.map(lambda s, p: jax.device_put(s, p.sharding), states, places)

@@ -11,8 +11,10 @@ import numpy as np
 
 from fedvi import algorithms, checks, names
 from fedvi.algorithm import Algorithm
-from fedvi.experiment import folder, processes
+from fedvi.experiment import folder, processes, report
 from fedvi.experiment.config import CRITERIA, ExperimentConfig, RunOptions
+from fedvi.experiment.loaded_run import LoadedRuns, load_run
+from fedvi.experiment.npz_tree import canonical
 from fedvi.experiment.run import run_all
 
 __all__ = ["FIXED", "Cell", "Sweep", "sweep", "sweep_all"]
@@ -144,7 +146,10 @@ def sweep_all(
         chosen = _choose(config, cells, choose_by)
         sweeps.append(Sweep(cells, chosen, None))
         processes.on_first(
-            lambda found=sweeps[-1], options=options: _write(options, found, choose_by)
+            lambda found=sweeps[-1], options=options: (
+                _clear_winner(options, found),
+                _write(options, found, choose_by),
+            )
         )
     return _retrained(runs, plans, sweeps, builder)
 
@@ -270,6 +275,17 @@ def _order(value: Any) -> tuple[bool, Any]:
     return not number, value if number else str(value)
 
 
+def _clear_winner(options: RunOptions, found: Sweep) -> None:
+    """Removes the winner of a smaller grid, which is the winner no more."""
+    where = Path(options.run_dir)
+    if not (where / SWEEP).exists():
+        return
+    before = folder.read_json(where / SWEEP).get("chosen") or {}
+    now = {} if found.chosen is None else found.chosen.settings
+    if canonical(before.get("settings")) != canonical(now):
+        folder.prepare(where / WINNER, overwrite=True)
+
+
 def _write(options: RunOptions, found: Sweep, choose_by: str) -> None:
     def row(cell: Cell) -> dict[str, Any]:
         return {
@@ -291,6 +307,13 @@ def _write(options: RunOptions, found: Sweep, choose_by: str) -> None:
         )
 
 
+def _compare(
+    where: Path, winners: Sequence[tuple[ExperimentConfig, RunOptions]]
+) -> None:
+    loaded = LoadedRuns([load_run(options.run_dir) for _, options in winners])
+    report.write_comparison(where, loaded, loaded.comparison())
+
+
 def _retrained(
     runs: Sequence[tuple[ExperimentConfig, RunOptions]],
     plans: Sequence[Sequence[tuple[dict[str, Any], ExperimentConfig, RunOptions]]],
@@ -306,6 +329,9 @@ def _retrained(
             winners[number] = whole, _moved(options, Path(options.run_dir) / WINNER)
     if not winners:
         return list(sweeps)
-    print("the chosen settings, trained on all training data, on the test data:")
-    summaries = dict(zip(winners, run_all(list(winners.values()), builder)))
+    print("the chosen settings, trained on what was held out too, on the test data:")
+    chosen = list(winners.values())
+    summaries = dict(zip(winners, run_all(chosen, builder)))
+    if len(chosen) > 1:  # beside the folders of the methods
+        processes.on_first(lambda: _compare(Path(runs[0][1].run_dir).parent, chosen))
     return [one._replace(winner=summaries.get(i)) for i, one in enumerate(sweeps)]

@@ -114,7 +114,10 @@ def look(number: int) -> dict[str, Any]:
 
 def band(axis: Any, x, low, high, colour: str, alpha: float) -> Any:
     """A shaded area without an edge; returns a grey one for the legend."""
-    axis.fill_between(x, low, high, color=colour, alpha=alpha, lw=0)
+    if len(x) == 1:  # an area of no width
+        axis.vlines(x, low, high, color=colour, alpha=alpha, lw=6)
+    else:
+        axis.fill_between(x, low, high, color=colour, alpha=alpha, lw=0)
     return axis.fill_between([], [], [], color="0.2", alpha=alpha, lw=0)
 
 

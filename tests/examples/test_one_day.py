@@ -28,7 +28,7 @@ def test_it_sweeps_loads_asks_and_draws(tmp_path):
     ):
         assert said in found.stdout
     where = tmp_path / "runs" / "one_day"
-    assert (where / "all.svg").read_text("utf-8").startswith("<?xml")
+    assert (where / "cells.svg").read_text("utf-8").startswith("<?xml")
     for name in ("summary.json", "conformal.png", "per_client.png", "clients.csv"):
         assert (where / "winner" / name).exists()
     assert not (where / "zeta=0.03,learning_rate=0.003" / "per_client.png").exists()

@@ -3,11 +3,12 @@
 import dataclasses
 import importlib
 import json
+import sys
 
 import pytest
 
 from fedvi import LocalTraining, algorithms, codecs, data, nn
-from fedvi.experiment import ExperimentConfig, setup, sweep
+from fedvi.experiment import ExperimentConfig, command_line, setup, sweep
 from fedvi.experiment.config import RunOptions
 
 CONFIG = ExperimentConfig(
@@ -130,3 +131,22 @@ def test_a_data_set_that_is_not_found_may_be_another(monkeypatch):
 def test_formats_are_a_tuple():
     with pytest.raises(ValueError, match="plot_formats='svg' must be a tuple of any"):
         RunOptions("x", plot_formats="svg").validate()
+
+
+def test_a_file_may_be_named_as_what_it_registers(tmp_path, monkeypatch):
+    """Importing it registers the name, which is no name before a selection then."""
+    (tmp_path / "alike.py").write_text(
+        "from fedvi.algorithms import builder, fedavg, register\n\n\n"
+        "@register\n@builder()\ndef alike(task, options):\n    return fedavg(task)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        for _ in range(2):
+            assert algorithms.find("alike:alike").__name__ == "alike"
+            assert command_line._split("alike:alike:ksd") == ("alike:alike", "ksd")
+        assert algorithms.find("alike").__name__ == "alike"
+        assert command_line._split("dsvgd:ksd") == ("dsvgd", "ksd")
+    finally:
+        algorithms.ALGORITHMS.pop("alike", None)
+        sys.modules.pop("alike", None)

@@ -166,6 +166,8 @@ def test_differences_are_taken_seed_by_seed():
             "seeds": [0, 1],
             "per_seed": seeds,
             "global_model": global_model,
+            "dataset": "digits",
+            "evaluated_on": "test",
         }
 
     def of(*summaries):
@@ -188,6 +190,7 @@ def test_differences_are_taken_seed_by_seed():
     assert of(third, other).count("method (") == 1
     assert of(first) == of(first, other | {"seeds": [1, 2]}) == ""
     assert of(first, other | {"window": {"rounds": 4}}) == ""
+    assert of(first, other | {"evaluated_on": "validation"}) == ""
     alone = [
         one | {"seeds": [0], "per_seed": one["per_seed"][:1]} for one in (first, other)
     ]

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import re
+import shutil
 from pathlib import Path
 
 import chex
@@ -113,17 +114,27 @@ def test_it_chooses_on_held_out_data_and_trains_on_all(found):
 
 
 def test_what_is_finished_is_not_run_again(found, traces, capsys):
-    """One cell was stopped before its end: it alone goes on."""
-    stopped = found["sweep"].cells[1]
-    before = folder.read_json(Path(stopped.run_dir) / folder.SUMMARY)
-    rows = CsvFile(f"{stopped.run_dir}/{folder.METRICS}").rows()
+    """One cell lost its folder and one was stopped before its end: each goes on alone,
+    with settings of its own. A larger grid has another winner."""
+    lost, stopped = found["sweep"].cells[1:3]
+    before = {}
+    for cell in (lost, stopped):
+        rows = CsvFile(f"{cell.run_dir}/{folder.METRICS}").rows()
+        before[cell.run_dir] = [row | {"seconds": None} for row in rows]
+    shutil.rmtree(lost.run_dir)
     (Path(stopped.run_dir) / folder.SUMMARY).unlink()
     options = RunOptions(found["where"], devices=1, resume=True, plot_formats=())
     again = experiment.sweep(CONFIG, GRID, options, builder=traces)
-    assert capsys.readouterr().out.count("finished: nothing to do") == 4
-    assert again.cells[1].summary["global"] == before["global"]
-    assert CsvFile(f"{stopped.run_dir}/{folder.METRICS}").rows() == rows
+    assert capsys.readouterr().out.count("finished: nothing to do") == 3
+    for cell in again.cells[1:3]:
+        rows = CsvFile(f"{cell.run_dir}/{folder.METRICS}").rows()
+        assert [row | {"seconds": None} for row in rows] == before[cell.run_dir]
     assert again.chosen.settings == found["sweep"].chosen.settings
+    smaller = {name: values[-1:] for name, values in GRID.items()}
+    other = experiment.sweep(CONFIG, smaller, options, builder=traces)
+    assert other.winner["config"]["options"]["mu"] == 10.0
+    kept = folder.read_json(Path(found["where"]) / "winner" / folder.SUMMARY)
+    assert kept["config"]["options"]["mu"] == 10.0
 
 
 def test_nothing_is_chosen_by_test_data(tmp_path, monkeypatch, capsys):
