@@ -257,7 +257,7 @@ def _carry_out(runs: Sequence[Run]) -> list[dict[str, Any]]:
         processes.on_first(lambda run_dir=run_dir: folder.make(run_dir))
         key = setup.program_of(experiment, options) or number
         groups.setdefault(key, []).append((number, (experiment, options), resuming))
-    if len(runs) > 1:
+    if sum(map(len, groups.values())) > 1:
         print(_sharing([[one for _, (one, _), _ in own] for own in groups.values()]))
     for group in groups.values():
         numbers, own, resuming = zip(*group)
