@@ -217,6 +217,11 @@ def _prepared(
             )
             if new:
                 print(setup.applied(config, experiments[-1]))
+        # The first method's turn comes at once.
+        methods = {one.config.algorithm: one for one in experiments}
+        methods.pop(runs[0][0].algorithm)
+        for one in methods.values():
+            setup.check_own(one)
         return experiments
 
     processes.on_first(check_folders)

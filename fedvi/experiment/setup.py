@@ -45,6 +45,7 @@ __all__ = [
     "PATHS",
     "Experiment",
     "applied",
+    "check_own",
     "differing",
     "experiment",
     "federation",
@@ -315,6 +316,18 @@ def _optimizer(name: str) -> str | Callable[..., optax.GradientTransformation]:
             "of the learning rate that returns an optax.GradientTransformation"
         )
     return own
+
+
+def check_own(experiment: Experiment) -> None:
+    """Checks that an algorithm of a user's own keeps the contract, before its turn."""
+    if not experiment.build_algorithm.func.__module__.startswith("fedvi."):
+        contract_checks.check(
+            experiment.algorithm,
+            experiment.data.train,
+            experiment.data.test,
+            experiment.task.clients,
+            codecs.named(experiment.config.codec),
+        )
 
 
 def _check_end(experiment: Experiment) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedvi import LocalTraining, algorithms, codecs, data, nn
-from fedvi.experiment import ExperimentConfig, command_line, setup, sweep
+from fedvi.experiment import ExperimentConfig, command_line, run_all, setup, sweep
 from fedvi.experiment.config import RunOptions
 
 CONFIG = ExperimentConfig(
@@ -150,3 +150,23 @@ def test_a_file_may_be_named_as_what_it_registers(tmp_path, monkeypatch):
     finally:
         algorithms.ALGORITHMS.pop("alike", None)
         sys.modules.pop("alike", None)
+
+
+def test_an_own_algorithms_slip_is_found_before_another_trains(tmp_path, monkeypatch):
+    slip = "from fedvi.algorithms import builder, fedavg\n\n\n@builder()\n"
+    slip += "def late(task, options):\n    return fedavg(task)._replace("
+    slip += "client_update=lambda *_: None)\n"
+    (tmp_path / "own_late.py").write_text(slip)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = dataclasses.replace(CONFIG, model="logistic", hidden=(), options={})
+    runs = [
+        (dataclasses.replace(config, algorithm=name, optimizer="sgd"), RunOptions(name))
+        for name in ("fedavg", "own_late:late")
+    ]
+    try:
+        with pytest.raises(ValueError, match="client_update"):
+            run_all(runs)
+    finally:
+        sys.modules.pop("own_late", None)
+    assert not (tmp_path / "fedavg").exists()
