@@ -282,7 +282,10 @@ def _sharing(groups: Sequence[Sequence[Experiment]]) -> str:
     if len(groups) > 1:
         by_method: dict[str, list[dict[str, Any]]] = {}
         for one, *_ in groups:
-            settings = setup.flat_settings(one.config)
+            settings = {
+                name.removeprefix("options."): value
+                for name, value in setup.settings(one.config.to_dict()).items()
+            }
             fixed = {k: v for k, v in settings.items() if k not in one.numbers()}
             by_method.setdefault(one.config.method, []).append(fixed)
         names = ["method"] * (len(by_method) > 1) + [
@@ -291,7 +294,7 @@ def _sharing(groups: Sequence[Sequence[Experiment]]) -> str:
             for name in dict.fromkeys(name for one in own for name in one)
             if len({str(one.get(name)) for one in own}) > 1
         ]
-        why = ", ".join(dict.fromkeys(names)) or "state that a number of 0 makes"
+        why = ", ".join(dict.fromkeys(names)) or "setting that is no number"
         line += f"; another for each {why}"
     return line
 

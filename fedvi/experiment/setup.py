@@ -508,12 +508,6 @@ def _own_state(experiment: Experiment) -> str | None:
     return None if own == structure(experiment.algorithm_of(traced)) else str(own)
 
 
-def flat_settings(config: ExperimentConfig) -> dict[str, Any]:
-    """All settings by name, those of the algorithm among them."""
-    settings = config.to_dict()
-    return settings | settings.pop("options")
-
-
 def differing(experiments: Sequence[Experiment]) -> list[Any]:
     """Per experiment those of its numbers, by name, that are not the same in all; ()
     where there are none."""
