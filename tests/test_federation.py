@@ -408,8 +408,8 @@ def test_a_negative_weight_counts_nothing(train, test):
 
 
 def test_an_algorithm_built_for_other_clients_is_refused(train, test, task):
-    assert Task.of(task.model, train).population == (6, 67, 1)
-    assert Task.of(task.model, train, candidates=[1, 4, 5]).population == (2, 33, 13)
+    assert Task.of(task.model, train).population == (6, 67, 1, 7)
+    assert Task.of(task.model, train, candidates=[1, 4, 5]).population == (2, 33, 13, 7)
     for name, count, other in (("samples", 67, 66), ("smallest", 1, 9)):
         message = f"a task of {name}={other}, but {name}={count} of those that may take"
         with pytest.raises(ValueError, match=message):
