@@ -3,12 +3,12 @@
     python benchmarks/leaderboard.py --dataset=fashion_mnist --seeds=3
     python benchmarks/leaderboard.py --dataset=fashion_mnist --tune
 
-The protocol is that of FedHB's Tables 10 and 11 (N = 100, 5 shards a client, a tenth of
-them a round, τ = 1, 100 rounds, MLP-256), last round, test data. --tune chooses every
+The protocols are those of the papers' tables on images of digits and clothes
+(PROTOCOLS), but for this: last round, test data. --tune chooses every
 method's settings on a held-out fifth of the training data, one seed, by the NLL of the
 personal models: a grid of six cells for each, three learning rates times two values of
-a number of its own. What it chose is in SETTINGS and part of the repository; without
---tune it is only read. What is finished is not run again, what was stopped goes on.
+a number of its own. What it chose is in benchmarks/settings; without --tune it is only
+read. What is finished is not run again, what was stopped goes on.
 
 --readme puts the table between two marks of the README.
 """
@@ -40,16 +40,71 @@ README = HERE.parent / "README.md"
 MARKS = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 BASELINE = "fedavg"
 
+PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fedhb": (
+        "FedHB's Tables 10 and 11, τ = 1: 100 clients of 5 shards, a tenth of them a "
+        "round, one epoch, 100 rounds, MLP-256",
+        {
+            "partition": "class_shards",
+            "clients": 100,
+            "shards": 5,
+            "model": "mlp",
+            "hidden": (256,),
+            "rounds": 100,
+            "fraction": 0.1,
+            "epochs": 1,
+        },
+    ),
+    "pfedbayes": (
+        "pFedBayes' Table 1, small: 10 clients, all in every round, 5 of 10 labels each, "
+        "50 training images a label, MLP-100; 20 steps of 100 images a round, 60 rounds",
+        {
+            "partition": "class_subsets",
+            "clients": 10,
+            "classes_per_client": 5,
+            "train_per_class": 50,
+            "test_per_class": 950,
+            "pool": True,
+            "model": "mlp",
+            "hidden": (100,),
+            "rounds": 60,
+            "fraction": 1.0,
+            "local_steps": 20,
+            "batch_size": 100,
+            "lr_decay_at": (),
+            "eval_batch_size": 475,
+        },
+    ),
+    "fedabml": (
+        "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 epochs, "
+        "100 rounds, logistic regression",
+        {
+            "partition": "class_shards",
+            "clients": 200,
+            "shards": 2,
+            "model": "logistic",
+            "rounds": 100,
+            "fraction": 0.1,
+            "epochs": 5,
+            "batch_size": 50,
+            "lr_decay_at": (),
+        },
+    ),
+}
+
 flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "mnist"], "Data.")
+flags.DEFINE_enum("protocol", "fedhb", list(PROTOCOLS), "Split, model and rounds.")
 flags.DEFINE_string("data_file", None, "An .npz of them; None: where they are known.")
 flags.DEFINE_integer("seeds", 3, "Runs of every method.", lower_bound=1)
-flags.DEFINE_integer("rounds", 100, "Rounds of every run.", lower_bound=1)
+flags.DEFINE_integer("rounds", None, "Instead of the protocol's.", lower_bound=1)
 flags.DEFINE_list("methods", [], "Only these; the others' rows stay as they were.")
 flags.DEFINE_bool("tune", False, "Choose the settings on held-out training data first.")
 flags.DEFINE_bool("readme", False, "Only put the table that there is into the README.")
 flags.DEFINE_string("runs", "runs/leaderboard", "Folder of the run folders.")
 flags.DEFINE_string(
-    "out", str(HERE / "results" / "leaderboard"), "OUT_DATASET.csv, .md, .png are left."
+    "out",
+    str(HERE / "results" / "leaderboard"),
+    "OUT_PROTOCOL_DATASET.csv, .md and .png are left.",
 )
 FLAGS = flags.FLAGS
 
@@ -91,33 +146,30 @@ def methods() -> list[str]:
 def config_of(name: str, **changes: Any) -> ExperimentConfig:
     """The protocol for one method; a name that is no field is an option of it."""
     fields = {field.name for field in dataclasses.fields(ExperimentConfig)}
-    settings = {**BESIDE.get(name, {}), **changes}
+    protocol = PROTOCOLS[FLAGS.protocol][1]
+    rounds = FLAGS.rounds or protocol["rounds"]
+    settings = {
+        "dataset": FLAGS.dataset,
+        "data_file": FLAGS.data_file,
+        "augment": False,
+        "finetune_learning_rate": 0.01,
+        "unlabelled": 1000,
+        **protocol,
+        "rounds": rounds,
+        "eval_every": rounds,
+        **BESIDE.get(name, {}),
+        **changes,
+    }
     return ExperimentConfig(
         algorithm=name,
         options={k: v for k, v in settings.items() if k not in fields},
-        **{
-            "dataset": FLAGS.dataset,
-            "data_file": FLAGS.data_file,
-            "partition": "class_shards",
-            "clients": 100,
-            "shards": 5,
-            "model": "mlp",
-            "hidden": (256,),
-            "augment": False,
-            "rounds": FLAGS.rounds,
-            "fraction": 0.1,
-            "epochs": 1,
-            "finetune_learning_rate": 0.01,
-            "unlabelled": 1000,
-            "eval_every": FLAGS.rounds,
-            **{k: v for k, v in settings.items() if k in fields},
-        },
+        **{k: v for k, v in settings.items() if k in fields},
     )
 
 
 def options_of(*place: str) -> RunOptions:
     """Where a run lies; it goes on where it was stopped."""
-    where = Path(FLAGS.runs, FLAGS.dataset, *place)
+    where = Path(FLAGS.runs, board(), *place)
     return RunOptions(str(where), resume=True, plot_formats=())
 
 
@@ -130,8 +182,14 @@ def grid_of(name: str) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def board() -> str:
+    """What files and folders are called."""
+    return f"{FLAGS.protocol}_{FLAGS.dataset}"
+
+
 def settings_file() -> Path:
-    return HERE / f"leaderboard_{FLAGS.dataset}.json"
+    """What --tune chose, by method."""
+    return HERE / "settings" / f"{board()}.json"
 
 
 def tune(names: list[str]) -> None:
@@ -183,7 +241,6 @@ def row(name: str, found: dict[str, Any], settings: dict[str, Any]) -> dict[str,
             values = _by_seed(one, model, key, unit)
             cells[f"{model}_{key}"] = values.mean()
             cells[f"{model}_{key}_std"] = values.std(ddof=1) if len(values) > 1 else 0.0
-        # Of both, what their personal models come to.
     for key in ("accuracy", "nll"):
         gap = _by_seed(one, "personal", key) - _by_seed(base, "personal", key)
         error = gap.std(ddof=1) / np.sqrt(len(gap)) if len(gap) > 1 else np.nan
@@ -213,9 +270,8 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     def mean(cells, key, digits):
         if cells[key] == "":
             return "-"
-        return (
-            f"{float(cells[key]):.{digits}f} ± {float(cells[f'{key}_std']):.{digits}f}"
-        )
+        value, spread = float(cells[key]), float(cells[f"{key}_std"])
+        return f"{value:.{digits}f} ± {spread:.{digits}f}"
 
     def gap(cells, key, digits):
         if cells["method"] == BASELINE:
@@ -246,6 +302,27 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
                 f"({float(cells[f'round_over_{BASELINE}']):.1f})",
             ]
             for cells in ranked
+        ],
+    )
+
+
+def settings_of(rows: list[dict[str, Any]]) -> list[str]:
+    """What was chosen for every method, and its compilation time."""
+    base = next(cells for cells in rows if cells["method"] == BASELINE)
+
+    def shown(cells):
+        return ", ".join(f"{k}={v}" for k, v in json.loads(cells["settings"]).items())
+
+    return table(
+        "method | settings | compilation, s (FedAvg = 1)",
+        [
+            [
+                cells["method"],
+                shown(cells),
+                f"{float(cells['compile_seconds']):.1f} "
+                f"({float(cells['compile_seconds']) / float(base['compile_seconds']):.1f})",
+            ]
+            for cells in rows
         ],
     )
 
@@ -295,7 +372,7 @@ def put_into_readme(path: Path, readme: Path = README) -> None:
 
 
 def main(argv: list[str]) -> None:
-    out = Path(f"{FLAGS.out}_{FLAGS.dataset}")
+    out = Path(f"{FLAGS.out}_{board()}")
     if FLAGS.readme:
         put_into_readme(out.with_suffix(".csv"))
         return
@@ -311,12 +388,15 @@ def main(argv: list[str]) -> None:
     draw(rows, out.with_suffix(".png"))
     left = [f"- `{name}`: {why}" for name, why in UNSUITED.items()]
     text = page(
-        f"Leaderboard: {FLAGS.dataset}",
+        f"Leaderboard: {FLAGS.dataset}, protocol {FLAGS.protocol}",
         describe({"machine": machine}),
-        f"FedHB's protocol of Tables 10 and 11: {__doc__.split('is that of')[1].split('.')[0].strip()}. "
+        f"{PROTOCOLS[FLAGS.protocol][0]}; last round, test data. "
         "Mean ± standard deviation over seeds; differences are paired by seed, mean ± "
         "standard error, bold where Student's t tells them from 0 (95 %).",
         lines_of(rows),
+        "Chosen of six cells each on held-out training data, and how long a program "
+        "takes to compile:",
+        settings_of(rows),
         "Not in it:",
         left,
     )
