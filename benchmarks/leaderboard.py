@@ -56,8 +56,9 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "pfedbayes": (
-        "pFedBayes' Table 1, small: 10 clients, all in every round, 5 of 10 labels each, "
-        "50 training images a label, MLP-100; 20 steps of 100 images a round, 60 rounds",
+        "pFedBayes' Table 1, small: 10 clients, all in every round, 5 of 10 labels "
+        "each, 50 training images a label, MLP-100; 20 steps of 100 images a round, 60 "
+        "rounds",
         {
             "partition": "class_subsets",
             "clients": 10,
@@ -76,8 +77,8 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "fedabml": (
-        "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 epochs, "
-        "100 rounds, logistic regression",
+        "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 "
+        "epochs, 100 rounds, logistic regression",
         {
             "partition": "class_shards",
             "clients": 200,
@@ -308,22 +309,18 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
 
 def settings_of(rows: list[dict[str, Any]]) -> list[str]:
     """What was chosen for every method, and its compilation time."""
-    base = next(cells for cells in rows if cells["method"] == BASELINE)
+    [base] = [cells for cells in rows if cells["method"] == BASELINE]
 
     def shown(cells):
         return ", ".join(f"{k}={v}" for k, v in json.loads(cells["settings"]).items())
 
+    def compilation(cells):
+        own, first = (float(one["compile_seconds"]) for one in (cells, base))
+        return f"{own:.1f} ({own / first:.1f})"
+
     return table(
         "method | settings | compilation, s (FedAvg = 1)",
-        [
-            [
-                cells["method"],
-                shown(cells),
-                f"{float(cells['compile_seconds']):.1f} "
-                f"({float(cells['compile_seconds']) / float(base['compile_seconds']):.1f})",
-            ]
-            for cells in rows
-        ],
+        [[cells["method"], shown(cells), compilation(cells)] for cells in rows],
     )
 
 
