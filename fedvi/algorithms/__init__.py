@@ -3,6 +3,7 @@
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
 from fedvi.algorithms.common import plain_loss, point_estimate, train_from
+from fedvi.algorithms.ditto import ditto
 from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
@@ -10,8 +11,11 @@ from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.heurfedamp import heurfedamp
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
+from fedvi.algorithms.perfedavg import perfedavg
 from fedvi.algorithms.pfedbayes import pfedbayes
+from fedvi.algorithms.pfedme import pfedme
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
     ALGORITHMS,
@@ -32,6 +36,7 @@ __all__ = [
     "builder",
     "centralised",
     "cfedbayes",
+    "ditto",
     "dsvgd",
     "fedabml",
     "fedavg",
@@ -40,11 +45,14 @@ __all__ = [
     "fedhb_niw",
     "fedprox",
     "find",
+    "heurfedamp",
     "is_registered",
     "local_only",
     "options_of",
     "parallel_dsvgd",
+    "perfedavg",
     "pfedbayes",
+    "pfedme",
     "plain_loss",
     "point_estimate",
     "posterior_estimate",
@@ -56,6 +64,10 @@ __all__ = [
 for _builder in (
     fedavg,
     fedprox,
+    ditto,
+    pfedme,
+    perfedavg,
+    heurfedamp,
     fedbabu,
     pfedbayes,
     sfedbayes,

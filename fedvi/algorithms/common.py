@@ -1,23 +1,25 @@
 """What the algorithm files share: loss, prediction, fine-tuning, a frozen head."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.local import minimise
+from fedvi.local import Batch, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 
 __all__ = [
     "Head",
+    "OwnModel",
     "check_trained",
     "classification_loss",
     "finetune",
     "gradient_only",
+    "halves_of",
     "log_probabilities",
     "normal_init",
     "plain_loss",
@@ -25,6 +27,31 @@ __all__ = [
     "split_head",
     "train_from",
 ]
+
+
+class OwnModel(NamedTuple):
+    """What a client keeps that has a model of its own, and predicts with it.
+
+    Attributes:
+      params: its weights.
+      updates: rounds taken part in.
+    """
+
+    params: Any
+    updates: jax.Array
+
+    @classmethod
+    def of(cls, params) -> "OwnModel":
+        """Before the first round."""
+        return cls(params, jnp.zeros((), jnp.int32))
+
+    def trained(self, params) -> "OwnModel":
+        """After one more."""
+        return OwnModel(params, self.updates + 1)
+
+    def kept(self) -> tuple[jax.Array, Any]:
+        """As `Algorithm.kept` returns it."""
+        return self.updates > 0, self.params
 
 
 class Head(Options):
@@ -100,6 +127,14 @@ def gradient_only(penalty: Callable) -> Callable:
 
     pull.defvjp(forward, backward)
     return pull
+
+
+def halves_of(batch: Batch) -> tuple[Batch, Batch]:
+    """(the even examples, the odd ones) of a minibatch, by its mask: to adapt to, and
+    to ask about."""
+    even = jnp.arange(batch.mask.shape[0]) % 2 == 0
+    support, query = batch.mask & even, batch.mask & ~even
+    return batch._replace(mask=support), batch._replace(mask=query)
 
 
 def point_estimate(
