@@ -25,12 +25,12 @@ class Server(NamedTuple):
     Attributes:
       cloud: the initial model; of what one client gets, its u_i.
       models: what every client sent last, as vectors `[N, weights]`; not sent.
-      known: `[N]` bool, who has sent one; not sent.
+      updates: `[N]` int32, how many each has sent; not sent.
     """
 
     cloud: Any
     models: jax.Array
-    known: jax.Array
+    updates: jax.Array
 
 
 class HeurFedAMP(Options):
@@ -85,12 +85,13 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         params = task.model.init(key)
         size = flatten(trees(params)).vector.size
         models = jnp.zeros((task.ids, size), jnp.float32)
-        return Server(params, models, jnp.zeros(task.ids, bool))
+        return Server(params, models, jnp.zeros(task.ids, jnp.int32))
 
     def unicast(server, client_id):
         first = flatten(trees(server.cloud))
-        others = server.known & (jnp.arange(task.ids) != client_id)
-        own, known = server.models[client_id], server.known[client_id]
+        sent = server.updates > 0
+        others = sent & (jnp.arange(task.ids) != client_id)
+        own, known = server.models[client_id], sent[client_id]
         likeness = options.sharpness * cosines(server.models, own) * known
         shares = jax.nn.softmax(jnp.where(others, likeness, -jnp.inf), where=others)
         rest = jnp.where(others, shares, 0.0) @ server.models
@@ -123,7 +124,7 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         ids = jnp.where(aggregate.weight > 0, aggregate.client_ids, task.ids)
         return server._replace(
             models=server.models.at[ids].set(arrived, mode="drop"),
-            known=server.known.at[ids].set(True, mode="drop"),
+            updates=server.updates.at[ids].add(1, mode="drop"),
         )
 
     return point_estimate(

@@ -128,7 +128,7 @@ def test_cloud_models_are_those_of_a_loop(task, known):
     start = algorithm.init(KEY)
     known = np.array(known, bool)
     models = np.random.default_rng(0).normal(size=start.models.shape) * known[:, None]
-    server = Server(start.cloud, jnp.asarray(models, jnp.float32), jnp.asarray(known))
+    server = Server(start.cloud, jnp.asarray(models, jnp.float32), jnp.int32(known))
     first = np.asarray(flatten(trees(start.cloud)).vector)
     expected = cloud_models(models, known, 0.3, 7.0, first)
     for i in range(4):
@@ -165,4 +165,4 @@ def test_heurfedamp_of_the_own_model_alone_is_local_training(task, train):
         client.params,
         alone,
     )
-    assert list(server.known) == [True, True, *[False] * 5]
+    assert list(server.updates) == [2, 1, *[0] * 5]
