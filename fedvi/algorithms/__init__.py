@@ -7,6 +7,7 @@ from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.feddyn import feddyn
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
@@ -22,6 +23,7 @@ from fedvi.algorithms.registry import (
     options_of,
     register,
 )
+from fedvi.algorithms.scaffold import scaffold
 from fedvi.algorithms.sfedbayes import sfedbayes
 from fedvi.variational import posterior_estimate
 
@@ -36,6 +38,7 @@ __all__ = [
     "fedabml",
     "fedavg",
     "fedbabu",
+    "feddyn",
     "fedhb_mixture",
     "fedhb_niw",
     "fedprox",
@@ -49,6 +52,7 @@ __all__ = [
     "point_estimate",
     "posterior_estimate",
     "register",
+    "scaffold",
     "sfedbayes",
     "train_from",
 ]
@@ -56,6 +60,8 @@ __all__ = [
 for _builder in (
     fedavg,
     fedprox,
+    scaffold,
+    feddyn,
     fedbabu,
     pfedbayes,
     sfedbayes,
