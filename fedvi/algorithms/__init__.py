@@ -12,6 +12,7 @@ from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
+from fedvi.algorithms.partial_sharing import fedper, fedrep, lg_fedavg
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
@@ -41,9 +42,12 @@ __all__ = [
     "feddyn",
     "fedhb_mixture",
     "fedhb_niw",
+    "fedper",
     "fedprox",
+    "fedrep",
     "find",
     "is_registered",
+    "lg_fedavg",
     "local_only",
     "options_of",
     "parallel_dsvgd",
@@ -63,6 +67,9 @@ for _builder in (
     scaffold,
     feddyn,
     fedbabu,
+    fedper,
+    fedrep,
+    lg_fedavg,
     pfedbayes,
     sfedbayes,
     cfedbayes,
