@@ -33,7 +33,8 @@ class Server(NamedTuple):
 class Scaffold(Options):
     """Options of `scaffold`."""
 
-    server_learning_rate: float = option(
+    # Never None: as `fedavg` has it, so that both are one flag.
+    server_learning_rate: float | None = option(
         1.0,
         "η_g; 1 is averaging.",
         source="Karimireddy et al., §7",
