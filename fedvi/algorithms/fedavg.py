@@ -41,8 +41,8 @@ class FedAvg(Options):
         None,
         "Of the server optimiser; sgd with 1 is averaging. None: 1 for sgd, 0.01 for "
         "adam and yogi.",
-        source="of 0.003, 0.01 and 0.03 on held-out data: 0.01 on Fashion-MNIST, "
-        "where 1 does not learn; on digits 0.03 is a point better",
+        source="on held-out data 0.01 is 0.8 to 1.1 points above 0.03 on Fashion-MNIST "
+        "and 1.0 to 1.3 below it on digits, 0.003 up to 6 below; at 1 they do not learn",
         above=0,
         traced=True,
     )
