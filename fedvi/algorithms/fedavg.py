@@ -42,7 +42,7 @@ class FedAvg(Options):
         "Of the server optimiser; sgd with 1 is averaging. None: 1 for sgd, 0.01 for "
         "adam and yogi.",
         source="on held-out data 0.01 is 0.8 to 1.1 points above 0.03 on Fashion-MNIST "
-        "and 1.0 to 1.3 below it on digits, 0.003 up to 6 below; at 1 they do not learn",
+        "and 1.0 to 1.3 below it on digits, 0.003 up to 6 below; at 1 neither learns",
         above=0,
         traced=True,
     )
