@@ -8,11 +8,13 @@ from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.feddyn import feddyn
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.heurfedamp import heurfedamp
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
+from fedvi.algorithms.partial_sharing import fedper, fedrep, lg_fedavg
 from fedvi.algorithms.perfedavg import perfedavg
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.pfedme import pfedme
@@ -26,6 +28,7 @@ from fedvi.algorithms.registry import (
     options_of,
     register,
 )
+from fedvi.algorithms.scaffold import scaffold
 from fedvi.algorithms.sfedbayes import sfedbayes
 from fedvi.variational import posterior_estimate
 
@@ -41,12 +44,16 @@ __all__ = [
     "fedabml",
     "fedavg",
     "fedbabu",
+    "feddyn",
     "fedhb_mixture",
     "fedhb_niw",
+    "fedper",
     "fedprox",
+    "fedrep",
     "find",
     "heurfedamp",
     "is_registered",
+    "lg_fedavg",
     "local_only",
     "options_of",
     "parallel_dsvgd",
@@ -57,6 +64,7 @@ __all__ = [
     "point_estimate",
     "posterior_estimate",
     "register",
+    "scaffold",
     "sfedbayes",
     "train_from",
 ]
@@ -68,7 +76,12 @@ for _builder in (
     pfedme,
     perfedavg,
     heurfedamp,
+    scaffold,
+    feddyn,
     fedbabu,
+    fedper,
+    fedrep,
+    lg_fedavg,
     pfedbayes,
     sfedbayes,
     cfedbayes,

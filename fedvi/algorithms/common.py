@@ -5,9 +5,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
+from fedvi.flat import trees
 from fedvi.local import Batch, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
@@ -25,6 +27,7 @@ __all__ = [
     "plain_loss",
     "point_estimate",
     "split_head",
+    "tilted_loss",
     "train_from",
 ]
 
@@ -197,3 +200,16 @@ def finetune(task: Task, key, params, data):
 def plain_loss(model: Model) -> Callable:
     """`classification_loss` as `minimise` calls it."""
     return lambda key, params, batch: classification_loss(model, params, batch)
+
+
+def tilted_loss(model: Model, slope) -> Callable:
+    """`plain_loss` with the gradient of loss + <slope, params>, and the loss's value.
+
+    Args:
+      model: the network.
+      slope: of its parameters' structure; added to every gradient, so that momentum
+        carries both alike.
+    """
+    loss, slope = plain_loss(model), trees(slope)
+    tilt = gradient_only(lambda slope, layers: optax.tree.vdot(slope, layers))
+    return lambda key, layers, batch: loss(key, layers, batch) + tilt(slope, layers)
