@@ -9,6 +9,7 @@ from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
+from fedvi.algorithms.fedpa import fedpa
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
@@ -38,6 +39,7 @@ __all__ = [
     "fedbabu",
     "fedhb_mixture",
     "fedhb_niw",
+    "fedpa",
     "fedprox",
     "find",
     "is_registered",
@@ -56,6 +58,7 @@ __all__ = [
 for _builder in (
     fedavg,
     fedprox,
+    fedpa,
     fedbabu,
     pfedbayes,
     sfedbayes,
