@@ -10,6 +10,7 @@ from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedpa import fedpa
+from fedvi.algorithms.fedpop import fedpop, fedsoul
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
@@ -40,7 +41,9 @@ __all__ = [
     "fedhb_mixture",
     "fedhb_niw",
     "fedpa",
+    "fedpop",
     "fedprox",
+    "fedsoul",
     "find",
     "is_registered",
     "local_only",
@@ -64,6 +67,8 @@ for _builder in (
     sfedbayes,
     cfedbayes,
     bpfed,
+    fedpop,
+    fedsoul,
     fedabml,
     dsvgd,
     parallel_dsvgd,
