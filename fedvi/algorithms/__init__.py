@@ -12,6 +12,7 @@ from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedpa import fedpa
 from fedvi.algorithms.fedpop import fedpop, fedsoul
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.fola import fola
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
@@ -45,6 +46,7 @@ __all__ = [
     "fedprox",
     "fedsoul",
     "find",
+    "fola",
     "is_registered",
     "local_only",
     "options_of",
@@ -70,6 +72,7 @@ for _builder in (
     fedpop,
     fedsoul,
     fedabml,
+    fola,
     dsvgd,
     parallel_dsvgd,
     fedhb_niw,
