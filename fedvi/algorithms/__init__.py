@@ -7,6 +7,7 @@ from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedbe import fedbe
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedpa import fedpa
@@ -39,6 +40,7 @@ __all__ = [
     "fedabml",
     "fedavg",
     "fedbabu",
+    "fedbe",
     "fedhb_mixture",
     "fedhb_niw",
     "fedpa",
@@ -64,6 +66,7 @@ for _builder in (
     fedavg,
     fedprox,
     fedpa,
+    fedbe,
     fedbabu,
     pfedbayes,
     sfedbayes,

@@ -47,6 +47,7 @@ CONFIG = ExperimentConfig(
     momentum=0.0,
     rounds=2,
     eval_every=1,
+    unlabelled=20,
 )
 
 
