@@ -28,21 +28,31 @@ MODEL = Model(
 )
 
 
+def client(optimum, scale, reps, pull):
+    """Inputs along the axes whose residuals at `optimum` pull with `pull`.
+
+    They have a mean square of 1, the noise's: there the empirical Fisher information is
+    the curvature Σ x².
+    """
+    bias = pull / (2 * reps * scale)
+    spread = np.sqrt(1 - bias**2)
+    x = np.concatenate([np.diag(scale)] * 2 * reps)
+    residuals = np.tile([bias + spread, bias - spread], (reps, 1)).ravel()
+    padded, labels = np.zeros((16, 2), np.float32), np.zeros(16, np.float32)
+    padded[: len(x)], labels[: len(x)] = x, x @ optimum + residuals
+    return ClientData(padded, labels, np.int32(len(x)))
+
+
 def test_a_round_ends_at_the_posterior_of_the_pooled_data():
-    # Inputs along the axes, and residuals of ±1, of the noise's size: there the
-    # empirical Fisher information is the curvature Σ x².
-    scales = [[1.0, 0.5]] * 2, [[0.8, 1.5]] * 4
-    optima = np.array([[1.0, -1.0], [0.4, 0.7]])
+    start, precision, samples = np.array([0.3, -0.2]), 3.0, 24
     clients = []
-    for scale, optimum in zip(scales, optima):
-        x = np.concatenate([np.diag(row) for row in scale for _ in range(2)])
-        y = x @ optimum + np.repeat(np.tile([1.0, -1.0], len(scale)), 2)
-        padded = np.zeros((16, 2), np.float32)
-        padded[: len(x)] = x
-        labels = np.zeros(16, np.float32)
-        labels[: len(x)] = y
-        clients.append(ClientData(padded, labels, np.int32(len(x))))
-    precision, samples = 0.01, sum(int(data.size) for data in clients)
+    for optimum, scale, reps in (
+        ([1.0, -1.0], [1.0, 0.5], 2),
+        ([0.4, 0.7], [0.8, 1.5], 4),
+    ):
+        stands_for = samples / (4 * reps)
+        pull = precision * (optimum - start) / stands_for
+        clients.append(client(np.array(optimum), np.array(scale), reps, pull))
     exact = LocalTraining(300, 16, 0.5, momentum=0.0)
     task = Task(MODEL, exact, exact, len(clients), samples)
     algorithm = fola(task, precision=precision)
@@ -60,6 +70,6 @@ def test_a_round_ends_at_the_posterior_of_the_pooled_data():
 
     x, y = (np.concatenate([d[i][: d.size] for d in clients]) for i in range(2))
     pooled = x.T @ x + precision * np.eye(2)
-    mean = np.linalg.solve(pooled, x.T @ y + precision * np.array([0.3, -0.2]))
+    mean = np.linalg.solve(pooled, x.T @ y + precision * start)
     np.testing.assert_allclose(found.precision["head"], np.diag(pooled), rtol=1e-3)
     np.testing.assert_allclose(found.mean["head"], mean, atol=1e-3)
