@@ -8,10 +8,14 @@ from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedbe import fedbe
 from fedvi.algorithms.feddyn import feddyn
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
+from fedvi.algorithms.fedpa import fedpa
+from fedvi.algorithms.fedpop import fedpop, fedsoul
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.fola import fola
 from fedvi.algorithms.heurfedamp import heurfedamp
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.partial_sharing import fedper, fedrep, lg_fedavg
@@ -44,13 +48,18 @@ __all__ = [
     "fedabml",
     "fedavg",
     "fedbabu",
+    "fedbe",
     "feddyn",
     "fedhb_mixture",
     "fedhb_niw",
+    "fedpa",
     "fedper",
+    "fedpop",
     "fedprox",
     "fedrep",
+    "fedsoul",
     "find",
+    "fola",
     "heurfedamp",
     "is_registered",
     "lg_fedavg",
@@ -78,6 +87,8 @@ for _builder in (
     heurfedamp,
     scaffold,
     feddyn,
+    fedpa,
+    fedbe,
     fedbabu,
     fedper,
     fedrep,
@@ -86,7 +97,10 @@ for _builder in (
     sfedbayes,
     cfedbayes,
     bpfed,
+    fedpop,
+    fedsoul,
     fedabml,
+    fola,
     dsvgd,
     parallel_dsvgd,
     fedhb_niw,

@@ -9,8 +9,8 @@ import optax
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.flat import trees
-from fedvi.local import Batch, minimise
+from fedvi.flat import like_flats, trees
+from fedvi.local import Batch, fold_minibatches, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 
@@ -22,6 +22,7 @@ __all__ = [
     "finetune",
     "gradient_only",
     "halves_of",
+    "iterates",
     "log_probabilities",
     "normal_init",
     "plain_loss",
@@ -189,6 +190,40 @@ def train_from(task: Task, key, round_index, params, data):
     return minimise(
         key, round_index, params, data, task.training, plain_loss(task.model)
     )
+
+
+def iterates(
+    key, round_index, params, data, training, loss: Callable, see: Callable, seen
+):
+    """`minimise` that shows where it goes.
+
+    Args:
+      key: as `minimise`, with the next five.
+      round_index: likewise.
+      params: likewise.
+      data: likewise.
+      training: likewise.
+      loss: likewise.
+      see: `(step, layers, seen) -> seen`, called with the layers after each step, which
+        are counted from 0.
+      seen: pytree, at first.
+
+    Returns:
+      (trained params, seen, mean loss over the steps).
+    """
+    optimizer = training.optimizer_at(round_index)
+
+    def step(key, carry, batch):
+        layers, moments, seen, total, index = carry
+        value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
+        updates, moments = optimizer.update(gradients, moments, layers)
+        layers = optax.apply_updates(layers, updates)
+        return layers, moments, see(index, layers, seen), total + value, index + 1
+
+    layers = trees(params)
+    start = layers, optimizer.init(layers), seen, jnp.zeros(()), jnp.int32(0)
+    layers, _, seen, total, index = fold_minibatches(key, data, training, step, start)
+    return like_flats(layers, params), seen, total / jnp.maximum(index, 1)
 
 
 def finetune(task: Task, key, params, data):

@@ -16,7 +16,7 @@ from fedvi.algorithms.registry import builder
 from fedvi.local import unless_zero
 from fedvi.options import Options, option
 
-__all__ = ["FedAvg", "Server", "fedavg"]
+__all__ = ["FedAvg", "Server", "fedavg", "fedavg_of"]
 
 
 class Server(NamedTuple):
@@ -61,6 +61,11 @@ def fedavg(task: Task, options: FedAvg) -> Algorithm:
 
     With Δ = Σ_i n_i (θ_i - θ) / Σ_i n_i the server takes -Δ as its gradient.
     """
+    return fedavg_of(task, options)
+
+
+def fedavg_of(task: Task, options: FedAvg) -> Algorithm:
+    """FedAvg, for methods whose options are FedAvg's and more."""
     optimizer = server_optimizer(options)
 
     def init(key):
