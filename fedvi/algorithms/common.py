@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.local import minimise
+from fedvi.local import LocalTraining, fold_minibatches, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 
@@ -16,6 +16,7 @@ __all__ = [
     "Head",
     "check_trained",
     "classification_loss",
+    "data_loss",
     "finetune",
     "gradient_only",
     "log_probabilities",
@@ -162,3 +163,12 @@ def finetune(task: Task, key, params, data):
 def plain_loss(model: Model) -> Callable:
     """`classification_loss` as `minimise` calls it."""
     return lambda key, params, batch: classification_loss(model, params, batch)
+
+
+def data_loss(key, loss: Callable, params, data, training: LocalTraining):
+    """[] a mean loss `(key, params, batch)` as its sum over one client's data."""
+
+    def add(key, total, batch):
+        return total + batch.mask.sum() * loss(key, params, batch)
+
+    return fold_minibatches(key, data, training.one_pass(), add, jnp.zeros(()))
