@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from fedvi import checks
 from fedvi.data import settled_clients
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
@@ -54,6 +55,9 @@ class Task(NamedTuple):
       samples: |D|, number of training examples of those clients together.
       smallest: training examples of the one of them that has the fewest; None: not
         known, and taken to be the mean.
+      total: clients of the federation, those included that hold no data or take no
+        part; None: as many as `clients`.
+      unlabelled: `[examples, ...]` raw inputs that the server has; None: it has none.
     """
 
     model: Model
@@ -62,11 +66,18 @@ class Task(NamedTuple):
     clients: int
     samples: int
     smallest: int | None = None
+    total: int | None = None
+    unlabelled: Any = None
 
     @property
-    def population(self) -> tuple[int, int, int | None]:
-        """(clients, samples, smallest): what must be true of a federation's clients."""
-        return self.clients, self.samples, self.smallest
+    def ids(self) -> int:
+        """What every client's id is below."""
+        return self.clients if self.total is None else self.total
+
+    @property
+    def population(self) -> tuple[int, int, int | None, int | None]:
+        """(clients, samples, smallest, total), which must be true of a federation."""
+        return self.clients, self.samples, self.smallest, self.total
 
     @classmethod
     def of(
@@ -76,6 +87,7 @@ class Task(NamedTuple):
         training: LocalTraining | None = None,
         finetuning: LocalTraining | None = None,
         candidates: Any = None,
+        unlabelled: int = 0,
     ) -> "Task":
         """The task of these clients, whose numbers come from their data.
 
@@ -86,10 +98,12 @@ class Task(NamedTuple):
           training: in a round; None: the defaults of `LocalTraining`, FedBABU's.
           finetuning: of personalisation; None: FedBABU's five epochs, rate 1e-3.
           candidates: ids of the clients that may take part; None: all.
+          unlabelled: how many of these clients' training inputs the server has too,
+            evenly from all of them; 0: none.
 
         Raises:
-          ValueError: no model, no clients' data, or candidates that are not different
-            ids of clients.
+          ValueError: no model, no clients' data, candidates that are not different
+            ids of clients, or fewer inputs than the server shall have.
         """
         if not isinstance(model, Model):
             raise ValueError(
@@ -103,14 +117,37 @@ class Task(NamedTuple):
                 "clients, or a ClientSource"
             )
         sizes = np.asarray(train.size)
+        total, chosen = len(sizes), np.arange(len(sizes))
         if candidates is not None:
-            sizes = sizes[full(len(sizes), candidates).candidates]
+            chosen = np.asarray(full(total, candidates).candidates)
+        sizes = sizes[chosen]
         held = sizes[sizes > 0]
         clients, samples = held.size, int(held.sum())
         smallest = int(held.min()) if clients else None
         training = training or LocalTraining()
         finetuning = finetuning or LocalTraining(epochs=5, learning_rate=1e-3)
-        return cls(model, training, finetuning, clients, samples, smallest)
+        given = _inputs(train, chosen, sizes, unlabelled) if unlabelled else None
+        return cls(
+            model, training, finetuning, clients, samples, smallest, total, given
+        )
+
+
+def _inputs(train: Any, clients: np.ndarray, sizes: np.ndarray, count: int):
+    """`[count, ...]` of some clients' training inputs: every k-th of all of them."""
+    checks.whole("unlabelled", count)
+    ends = np.cumsum(sizes)
+    if count > ends[-1]:
+        raise ValueError(
+            f"unlabelled={count} is more than the {ends[-1]} training examples: give "
+            "fewer"
+        )
+    places = (np.arange(count) * ends[-1]) // count
+    owners = np.searchsorted(ends, places, side="right")
+    slots = places - (ends - sizes)[owners]
+    if hasattr(train, "read"):
+        met, rows = np.unique(owners, return_inverse=True)
+        return np.asarray(train.read(clients[met]).x)[rows, slots]
+    return np.asarray(train.x[clients[owners], slots])
 
 
 class ClientOutput(NamedTuple):
@@ -225,6 +262,13 @@ class Algorithm(NamedTuple):
       init_client: `(key, server) -> client`, what a client keeps between rounds.
       broadcast: `(server) -> server` with the fields that are not sent emptied;
         its size is the bytes down.
+      unicast: optional, `(server, client_id [] int32) -> server`, where the server
+        keeps something for each client: what one client gets, of the server's state
+        or of what `broadcast` lets through. All functions but `init`, `init_client`
+        and `server_update` see that, and its size is the bytes down.
+      host: True where `server_update` calls back to Python between rounds
+        (`jax.pure_callback`), such as for SciPy's assignment: no accelerator runs the
+        rounds alone then.
       importance: measures of the clients' importance by name, for the selections
         that are based on one.
       cohort: clients that take part in a round where the method itself says so: a
@@ -265,6 +309,8 @@ class Algorithm(NamedTuple):
     personal_predictive: Callable[..., jax.Array]
     init_client: Callable[..., Client] = no_client_state
     broadcast: Callable[[Server], Server] = send_all
+    unicast: Callable[[Server, jax.Array], Server] | None = None
+    host: bool = False
     importance: Mapping[str, Importance] = MappingProxyType({})
     cohort: int | Literal["all"] | None = None
     assign: Callable[..., tuple[jax.Array, Server]] | None = None
@@ -274,4 +320,4 @@ class Algorithm(NamedTuple):
     personal_posterior: Callable[[Server, Personal], Any] | None = None
     kept: Callable[[Server, Client], tuple[jax.Array, Personal]] | None = None
     global_model: bool = True
-    population: tuple[int, int, int | None] | None = None
+    population: tuple[int, int, int | None, int | None] | None = None

@@ -48,6 +48,7 @@ _FUNCTIONS = {
     "personal_predictive": ("key", "server", "personal", "x", "mask"),
 }
 _OPTIONAL = {
+    "unicast": ("server", "client_id"),
     "assign": ("key", "server", "client", "data"),
     "posterior": ("server",),
     "personal_posterior": ("server", "personal"),
@@ -67,7 +68,7 @@ class Messages(NamedTuple):
     Attributes:
       server: the server's state.
       client: a client's.
-      down: what `broadcast` lets through.
+      down: what `broadcast` and `unicast` let one client have.
       upload: of a client, before a codec; beside it goes its weight, [] float32.
       summands: `statistics` of an upload; None with `reduce="stack"`.
       reports: by name of the measure of importance, a client's; no codec.
@@ -117,6 +118,12 @@ def check(
     if server is None:
         raise ValueError("init returns None: it must return the server's state")
     down = _shapes("broadcast", algorithm.broadcast, server)
+    known = server  # by one client, in an evaluation
+    if algorithm.unicast is not None:
+        down, known = (
+            _shapes("unicast", algorithm.unicast, all_of_it, jnp.int32(0))
+            for all_of_it in (down, server)
+        )
     client = _shapes("init_client", algorithm.init_client, key, server)
     output, summands = _check_update(
         algorithm, population, codec, server, down, client, data
@@ -126,7 +133,7 @@ def check(
         asked = f"importance[{name!r}].report"
         reports[name] = _shapes(asked, measure.report, key, down, client, data)
         _check_score(name, measure, server, reports[name])
-    classes = _check_predictions(algorithm, server, client, data, _one_client(test))
+    classes = _check_predictions(algorithm, known, client, data, _one_client(test))
     return Messages(
         server,
         client,
@@ -175,12 +182,13 @@ def check_normalised(predictive: str, results: Any) -> None:
         )
 
 
-def check_population(algorithm: Algorithm, sizes: np.ndarray) -> None:
+def check_population(algorithm: Algorithm, sizes: np.ndarray, total: int) -> None:
     """Checks that an algorithm was built for these clients.
 
     Args:
       algorithm: whose `population` is looked at.
       sizes: numbers of examples of the clients that may take part.
+      total: clients of the federation.
 
     Raises:
       ValueError: its task counts others; names both numbers.
@@ -189,6 +197,7 @@ def check_population(algorithm: Algorithm, sizes: np.ndarray) -> None:
         return
     held = sizes[sizes > 0]
     here = dict(clients=len(held), samples=int(held.sum()), smallest=int(held.min()))
+    here["total"] = total
     built = dict(zip(here, algorithm.population, strict=True))
     for name, count in here.items():
         if built[name] not in (None, count):

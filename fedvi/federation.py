@@ -163,7 +163,7 @@ class BaseFederation:
             algorithm, train, test, self.population, codec
         )
         contract_checks.check_selection(algorithm, self.selection)
-        contract_checks.check_population(algorithm, sizes)
+        contract_checks.check_population(algorithm, sizes, self.clients)
         self.algorithm, self.codec = algorithm, codec
         self.settings: Any = ()
         self.chunk_size, self.mesh = chunk_size, mesh
@@ -326,15 +326,11 @@ class BaseFederation:
                 f"algorithm={algorithm.name} has no posterior{whose}: its models are "
                 "point estimates"
             )
-        server = state.server
         if client is None:
-            if algorithm.assign is not None:
-                raise ValueError(
-                    f"algorithm={algorithm.name} has several global posteriors, one a "
-                    "cluster: give client"
-                )
-            return _distribution("posterior", posterior(server))
+            _refuse_several(algorithm, "posteriors")
+            return _distribution("posterior", posterior(state.server))
         personal = self._own_model(state, client)
+        server = self._server_of(algorithm, state, client)
         return _distribution("personal_posterior", posterior(server, personal))
 
     @own_settings()
@@ -360,11 +356,8 @@ class BaseFederation:
             global models; no such client; a state of several runs.
         """
         self._check_single(state)
-        if client is None and self.algorithm.assign is not None:
-            raise ValueError(
-                f"algorithm={self.algorithm.name} has several global models, one a "
-                "cluster: give client"
-            )
+        if client is None:
+            _refuse_several(self.algorithm, "models")
         data = self._padded(x)
         name, personal = "predictions", ()
         if client is not None:
@@ -374,6 +367,7 @@ class BaseFederation:
             given = self._of(state).algorithm
             given = given._replace(kept=None, personalise=lambda *_: personal)
             call = Call(state.key, state.round, state.server)
+            call = visit.told(given, call, number)
             visited = Visit(number, (), (), (data,))
             return EVALUATIONS[name](given, self._evaluation, call, visited)
 
@@ -412,6 +406,12 @@ class BaseFederation:
         known, personal = self.kept(state, client)
         return personal if known else self._personal_model(state, client)
 
+    @staticmethod
+    def _server_of(algorithm: Algorithm, state: State, client: int) -> Any:
+        """The server's state as one client sees it in an evaluation."""
+        call = Call(state.key, state.round, state.server)
+        return visit.told(algorithm, call, jnp.int32(client)).server
+
     def _check_single(self, state: State) -> None:
         self._check_state(state)
         if state.key.ndim:
@@ -428,10 +428,11 @@ class BaseFederation:
           state: of one run.
           client: whose.
         """
-        kept = self._of(state).algorithm.kept
-        if kept is None:
+        algorithm = self._of(state).algorithm
+        if algorithm.kept is None:
             return False, None
-        known, own = kept(state.server, self._client_state(state, client))
+        server = self._server_of(algorithm, state, client)
+        known, own = algorithm.kept(server, self._client_state(state, client))
         return (True, own) if known else (False, None)
 
     def commit(self, state: State, save: Callable[[], Any] = lambda: None) -> None:
@@ -852,6 +853,7 @@ class Federation(BaseFederation):
         """What `client` predicts with, by `Algorithm.personalise`."""
         call = Call(state.key, state.round, state.server)
         one = self._visit((state.clients, train), client)
+        call = visit.told(self.algorithm, call, client)
         return visit.personal_model(self.algorithm, self._evaluation, call, one)
 
     # Programs over one run or several.
@@ -938,11 +940,12 @@ class Federation(BaseFederation):
 
     def _visits(self, one: Callable, call: Call, ids, clients, train, *others):
         """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays."""
-        return self._over_clients(
-            lambda operands, i: one(operands[0], self._visit(operands[1:], i)),
-            (call, clients, train, *others),
-            ids,
-        )
+
+        def meet(operands, client_id):
+            own = visit.told(self.algorithm, operands[0], client_id)
+            return one(own, self._visit(operands[1:], client_id))
+
+        return self._over_clients(meet, (call, clients, train, *others), ids)
 
     def _visit(self, operands, client_id) -> Visit:
         client, train, *others = take(operands, client_id)
@@ -980,6 +983,15 @@ class Federation(BaseFederation):
 
         everyone = jnp.arange(self.clients)
         return self._visits(score, call, everyone, state.clients, *data_sets)[1]
+
+
+def _refuse_several(algorithm: Algorithm, what: str) -> None:
+    """Raises `ValueError` where not all clients have the same global model."""
+    if algorithm.assign is not None or algorithm.unicast is not None:
+        raise ValueError(
+            f"algorithm={algorithm.name} has several global {what}, of clusters or of "
+            "clients: give client"
+        )
 
 
 def _distribution(function: str, found: Any) -> Any:

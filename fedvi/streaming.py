@@ -348,6 +348,7 @@ class StreamedFederation(BaseFederation):
         def one(operands, item):
             call, first = operands
             visited = self._visit(call.key, first, *item)
+            call = visit.told(self.algorithm, call, visited.id)
             return visit.participate(self.algorithm, call, visited, self.codec)
 
         return self._over_clients(one, (call, first), visits, count=count)
@@ -411,6 +412,7 @@ class StreamedFederation(BaseFederation):
         def score(operands, item):
             call, first = operands
             visited = self._visit(call.key, first, *item)
+            call = visit.told(self.algorithm, call, visited.id)
             return (), one(self.algorithm, self._evaluation, call, visited)
 
         call = Call(state.key, state.round, state.server)

@@ -31,6 +31,7 @@ __all__ = [
     "report",
     "score_global",
     "score_personal",
+    "told",
 ]
 
 
@@ -40,13 +41,13 @@ nothing of a 1, so that a diverged client's upload would be the cohort's whole m
 
 
 class Call(NamedTuple):
-    """What every client of a round, or of an evaluation, is told.
+    """What the clients of a round, or of an evaluation, are told.
 
     Attributes:
       key: [] typed PRNG key, the run's root.
       round: [] int32.
       server: in a round what the algorithm's `broadcast` lets through; in an evaluation
-        the server's whole state.
+        the server's whole state; of either what `unicast` gives one client.
     """
 
     key: jax.Array
@@ -80,6 +81,13 @@ class Evaluation(NamedTuple):
 
     batch_size: int = 128
     bins: int = BINS
+
+
+def told(algorithm: Algorithm, call: Call, client_id: jax.Array) -> Call:
+    """What one client is told of what all are: the functions below get that."""
+    if algorithm.unicast is None:
+        return call
+    return call._replace(server=algorithm.unicast(call.server, client_id))
 
 
 def _ask(function: Callable, purpose: Purpose, call: Call, visit: Visit):

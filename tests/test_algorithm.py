@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, Task
+from fedvi.data import ClientArrays
 
 
 def test_the_mean_of_an_aggregate_divides_by_the_weight():
@@ -32,3 +33,14 @@ def test_a_task_counts_the_clients_that_hold_data(task, train):
     assert (part.clients, part.samples, part.smallest) == (2, 33, 13)
     nobody = Task.of(task.model, train, candidates=[4])
     assert (nobody.clients, nobody.samples, nobody.smallest) == (0, 0, None)
+
+
+def test_a_server_may_have_some_of_the_training_inputs(task, train):
+    given = Task.of(task.model, train, candidates=[0, 1, 4], unlabelled=11).unlabelled
+    owned = np.concatenate([train.x[0], train.x[1, :13]])  # 4 is empty
+    np.testing.assert_array_equal(given, owned[::3])
+    streamed = Task.of(task.model, ClientArrays(train), None, None, [0, 1, 4], 11)
+    np.testing.assert_array_equal(streamed.unlabelled, given)
+    assert Task.of(task.model, train).unlabelled is None
+    with pytest.raises(ValueError, match="unlabelled=68 is more than the 67 training"):
+        Task.of(task.model, train, unlabelled=68)

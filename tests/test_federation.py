@@ -15,9 +15,11 @@ from fedvi import nn
 from fedvi.algorithm import Algorithm, ClientOutput, Importance, Task
 from fedvi.algorithms import fedavg
 from fedvi.client_map import clients_mesh
+from fedvi.data import ClientArrays
 from fedvi.federation import Federation, repeated, take
 from fedvi.keys import root_key
 from fedvi.selection import Selection, proportional, uniform
+from fedvi.streaming import StreamedFederation
 
 TRACES = Counter()
 
@@ -408,8 +410,8 @@ def test_a_negative_weight_counts_nothing(train, test):
 
 
 def test_an_algorithm_built_for_other_clients_is_refused(train, test, task):
-    assert Task.of(task.model, train).population == (6, 67, 1)
-    assert Task.of(task.model, train, candidates=[1, 4, 5]).population == (2, 33, 13)
+    assert Task.of(task.model, train).population == (6, 67, 1, 7)
+    assert Task.of(task.model, train, candidates=[1, 4, 5]).population == (2, 33, 13, 7)
     for name, count, other in (("samples", 67, 66), ("smallest", 1, 9)):
         message = f"a task of {name}={other}, but {name}={count} of those that may take"
         with pytest.raises(ValueError, match=message):
@@ -423,6 +425,59 @@ def test_an_algorithm_built_for_other_clients_is_refused(train, test, task):
         test,
         selection=some,
     )
+
+
+def kept_by_the_server(task: Task) -> Algorithm:
+    """The server keeps what every client sent last, and tells it to that one alone."""
+
+    def client_update(key, round_index, server, client, data):
+        return ClientOutput(data.size + server["own"], 1.0)
+
+    def server_update(key, round_index, server, aggregate):
+        ids = jnp.where(aggregate.weight > 0, aggregate.client_ids, task.ids)
+        return {"own": server["own"].at[ids].set(aggregate.uploads, mode="drop")}
+
+    def predictive(key, server, *others):
+        x = others[-2]
+        own = jax.nn.one_hot(server["own"].astype(int) % 3, 3) * 9
+        return jax.nn.log_softmax(jnp.broadcast_to(own, (1, x.shape[0], 3)))
+
+    return mean_of_data("stack")._replace(
+        init=lambda key: {"own": jnp.zeros(task.ids)},
+        init_client=lambda key, server: (),
+        client_update=client_update,
+        server_update=server_update,
+        unicast=lambda server, client_id: {"own": server["own"][client_id]},
+        global_predictive=predictive,
+        personal_predictive=predictive,
+        reduce="stack",
+    )
+
+
+def test_a_server_tells_a_client_what_it_keeps_for_it(train, test, task):
+    algorithm = kept_by_the_server(Task.of(task.model, train))
+    places = {
+        "memory": Federation(algorithm, train, test, selection=fixed([5, 0, 4])),
+        "stream": StreamedFederation(
+            algorithm,
+            ClientArrays(train),
+            ClientArrays(test),
+            selection=fixed([5, 0, 4]),
+            block_size=2,
+        ),
+    }
+    for where, federation in places.items():
+        state, _ = federation.rounds(federation.init(jax.random.key(0)), 2)
+        own = np.array([40, 0, 0, 0, 0, 40, 0])  # 4 is empty
+        np.testing.assert_array_equal(state.server["own"], own, where)
+        assert federation.messages.down["own"].shape == ()
+        for scores in (federation.evaluate(state), federation.evaluate_personal(state)):
+            right = [(y == n % 3).mean() for y, n in zip(test.y, own)]
+            np.testing.assert_allclose(scores.correct / scores.count, right)
+        predicted = federation.predict(state, test.x[5], client=5)
+        assert (predicted.log_probs.argmax(-1) == 40 % 3).all()
+        with pytest.raises(ValueError, match="several global models"):
+            federation.predict(state, test.x[5])
 
 
 def test_without_assign_there_are_no_clusters(train, test):

@@ -145,6 +145,12 @@ class ExperimentConfig:
         "(BPFed §VI-C: 1 of 10; FedABML Table 2: 80 of 100).",
         at_least=0,
     )
+    unlabelled: int = option(
+        0,
+        "Training inputs, evenly from the clients that train, that the server has too, "
+        "without their labels, for methods that distil there (FedBE).",
+        at_least=0,
+    )
     partition_seed: int = option(
         0, "Seed of the partition, the same for all seeds of a run.", at_least=0
     )

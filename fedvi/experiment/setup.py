@@ -236,7 +236,9 @@ def experiment(
         **({"hidden": config.hidden} if takes_hidden else {}),
     )
     model = model if model_devices == 1 else layered(model)
-    task = Task.of(model, train, *_local_training(config), candidates=trained)
+    local = _local_training(config)
+    given = config.unlabelled
+    task = Task.of(model, train, *local, candidates=trained, unlabelled=given)
     builder = builder or algorithms.find(config.algorithm)
     build_algorithm = partial(builder, **config.options)
     algorithm = build_algorithm(task)

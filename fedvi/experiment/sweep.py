@@ -121,11 +121,12 @@ def sweep_all(
     *,
     choose_by: str = "personal_nll",
     builder: Callable[..., Algorithm] | None = None,
+    retrain: bool = True,
 ) -> list[Sweep]:
     """`sweep` of several methods, each over those settings of the grid that it has.
 
     The winners of all are compared at the end: the same grid, budget and criterion for
-    everyone.
+    everyone. With `retrain=False` there are none: settings are chosen, and that is all.
 
     Raises:
       ValueError: as `sweep`.
@@ -151,7 +152,7 @@ def sweep_all(
                 _write(options, found, choose_by),
             )
         )
-    return _retrained(runs, plans, sweeps, builder)
+    return _retrained(runs, plans, sweeps, builder) if retrain else sweeps
 
 
 # Before the first run.

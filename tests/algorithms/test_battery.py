@@ -132,13 +132,16 @@ def shapes(federation):
 
     def trace(key, train, test):
         server = algorithm.init(key)
-        sent = algorithm.broadcast(server)
+        broadcast = sent = algorithm.broadcast(server)
+        known = server
+        if algorithm.unicast is not None:
+            sent, known = (algorithm.unicast(s, jnp.int32(0)) for s in (sent, server))
         client = algorithm.init_client(key, server)
         upload = algorithm.client_update(key, jnp.int32(0), sent, client, train).upload
-        own = server
+        own = known
         if algorithm.assign is not None:
-            _, own = algorithm.assign(key, server, client, train)
-        personal = algorithm.personalise(key, server, client, train)
+            _, own = algorithm.assign(key, known, client, train)
+        personal = algorithm.personalise(key, known, client, train)
         x, mask = test.x, jnp.ones(test.y.shape, bool)
         samples = {}
         if algorithm.posterior is not None:
@@ -146,17 +149,17 @@ def shapes(federation):
             assert isinstance(posterior, distrax.Distribution)
             samples["global"] = posterior.sample(seed=key)
         if algorithm.personal_posterior is not None:
-            posterior = algorithm.personal_posterior(server, personal)
+            posterior = algorithm.personal_posterior(known, personal)
             assert isinstance(posterior, distrax.Distribution)
             samples["personal"] = posterior.sample(seed=key)
         return {
             "server": server,
-            "sent": sent,
+            "broadcast": broadcast,
             "upload": upload,
             "statistics": algorithm.statistics(sent, upload),
             "predictions": (
                 algorithm.global_predictive(key, own, x, mask),
-                algorithm.personal_predictive(key, server, personal, x, mask),
+                algorithm.personal_predictive(key, known, personal, x, mask),
             ),
             "samples": samples,
         }
@@ -218,7 +221,7 @@ def test_prediction_sets_cover_what_they_should(federation, run):
     has no batch statistics. Quantiles of quantiles need one model of all clients too:
     with their own the clients' scores are of several distributions."""
     level, groups = 0.2, {"": np.arange(7)}
-    shared = federation.algorithm.assign is None
+    shared = federation.algorithm.assign is federation.algorithm.unicast is None
     for kind, examples in run["examples"].items():
         half = 10 * PARTS
         calibration, test = (
@@ -247,7 +250,7 @@ def test_broadcast_only_empties_fields(shapes):
     paths = [
         {jax.tree_util.keystr(path) for path, _ in found}
         for found in map(
-            jax.tree_util.tree_leaves_with_path, (shapes["sent"], shapes["server"])
+            jax.tree_util.tree_leaves_with_path, (shapes["broadcast"], shapes["server"])
         )
     ]
     assert paths[0] <= paths[1]

@@ -1,0 +1,406 @@
+"""Trains every method that one protocol suits and ranks them: one table, one figure.
+
+    python benchmarks/leaderboard.py --dataset=fashion_mnist --seeds=3
+    python benchmarks/leaderboard.py --dataset=fashion_mnist --tune
+
+The protocols are those of the papers' tables on images of digits and clothes
+(PROTOCOLS), but for this: last round, test data. --tune chooses every
+method's settings on a held-out fifth of the training data, one seed, by the NLL of the
+personal models: a grid of six cells for each, three learning rates times two values of
+a number of its own. What it chose is in benchmarks/settings; without --tune it is only
+read. What is finished is not run again, what was stopped goes on.
+
+--readme puts the table between two marks of the README.
+"""
+
+import csv
+import dataclasses
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from absl import app, flags
+from report import describe, page, run, table
+from scipy.special import stdtrit
+
+from fedvi import algorithms
+from fedvi.experiment import ExperimentConfig, RunOptions, sweep_all
+from fedvi.experiment.run import run_all
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+MARKS = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
+BASELINE = "fedavg"
+
+PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fedhb": (
+        "FedHB's Tables 10 and 11, τ = 1: 100 clients of 5 shards, a tenth of them a "
+        "round, one epoch, 100 rounds, MLP-256",
+        {
+            "partition": "class_shards",
+            "clients": 100,
+            "shards": 5,
+            "model": "mlp",
+            "hidden": (256,),
+            "rounds": 100,
+            "fraction": 0.1,
+            "epochs": 1,
+        },
+    ),
+    "pfedbayes": (
+        "pFedBayes' Table 1, small: 10 clients, all in every round, 5 of 10 labels "
+        "each, 50 training images a label, MLP-100; 20 steps of 100 images a round, 60 "
+        "rounds",
+        {
+            "partition": "class_subsets",
+            "clients": 10,
+            "classes_per_client": 5,
+            "train_per_class": 50,
+            "test_per_class": 950,
+            "pool": True,
+            "model": "mlp",
+            "hidden": (100,),
+            "rounds": 60,
+            "fraction": 1.0,
+            "local_steps": 20,
+            "batch_size": 100,
+            "lr_decay_at": (),
+            "eval_batch_size": 475,
+        },
+    ),
+    "fedabml": (
+        "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 "
+        "epochs, 100 rounds, logistic regression",
+        {
+            "partition": "class_shards",
+            "clients": 200,
+            "shards": 2,
+            "model": "logistic",
+            "rounds": 100,
+            "fraction": 0.1,
+            "epochs": 5,
+            "batch_size": 50,
+            "lr_decay_at": (),
+        },
+    ),
+}
+
+flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "mnist"], "Data.")
+flags.DEFINE_enum("protocol", "fedhb", list(PROTOCOLS), "Split, model and rounds.")
+flags.DEFINE_string("data_file", None, "An .npz of them; None: where they are known.")
+flags.DEFINE_integer("seeds", 3, "Runs of every method.", lower_bound=1)
+flags.DEFINE_integer("rounds", None, "Instead of the protocol's.", lower_bound=1)
+flags.DEFINE_list("methods", [], "Only these; the others' rows stay as they were.")
+flags.DEFINE_bool("tune", False, "Choose the settings on held-out training data first.")
+flags.DEFINE_bool("readme", False, "Only put the table that there is into the README.")
+flags.DEFINE_string("runs", "runs/leaderboard", "Folder of the run folders.")
+flags.DEFINE_string(
+    "out",
+    str(HERE / "results" / "leaderboard"),
+    "OUT_PROTOCOL_DATASET.csv, .md and .png are left.",
+)
+FLAGS = flags.FLAGS
+
+RATES = (0.01, 0.03, 0.1)
+ADAM = {"optimizer": "adam", "momentum": 0.0}
+ADAM_RATES = (0.001, 0.003, 0.01)
+
+# What every method's second axis is: a number of its own, or how fast it fine-tunes.
+AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fedprox": {"mu": (0.01, 0.1)},
+    "fedhb_niw": {"penalty_scale": (0.03, 0.3)},
+    "fedhb_mixture": {"penalty_scale": (0.1, 1.0)},
+    "pfedbayes": {"zeta": (0.1, 1.0)},
+    "sfedbayes": {"zeta": (0.1, 1.0)},
+    "cfedbayes": {"zeta": (0.1, 1.0)},
+    "bpfed": {"zeta": (0.1, 1.0)},
+    "fedabml": {"kl_weight": (0.01, 0.1)},
+}
+FINE_TUNING = {"finetune_learning_rate": (0.01, 0.03)}
+
+# What is set beside: the papers' optimisers for mean-field posteriors.
+BESIDE: dict[str, dict[str, Any]] = {
+    name: ADAM for name in ("pfedbayes", "sfedbayes", "cfedbayes", "bpfed", "fedabml")
+}
+
+# Who cannot take part, and why.
+UNSUITED = {
+    "dsvgd": "one client a round, particles of 200,000 weights each",
+    "parallel_dsvgd": "particles of 200,000 weights each, from every client",
+}
+
+
+def methods() -> list[str]:
+    """Those that the protocol suits, FedAvg first."""
+    known = [name for name in algorithms.ALGORITHMS if name not in UNSUITED]
+    return sorted(known, key=lambda name: (name != BASELINE, name))
+
+
+def config_of(name: str, **changes: Any) -> ExperimentConfig:
+    """The protocol for one method; a name that is no field is an option of it."""
+    fields = {field.name for field in dataclasses.fields(ExperimentConfig)}
+    protocol = PROTOCOLS[FLAGS.protocol][1]
+    rounds = FLAGS.rounds or protocol["rounds"]
+    settings = {
+        "dataset": FLAGS.dataset,
+        "data_file": FLAGS.data_file,
+        "augment": False,
+        "finetune_learning_rate": 0.01,
+        "unlabelled": 1000,
+        **protocol,
+        "rounds": rounds,
+        "eval_every": rounds,
+        **BESIDE.get(name, {}),
+        **changes,
+    }
+    return ExperimentConfig(
+        algorithm=name,
+        options={k: v for k, v in settings.items() if k not in fields},
+        **{k: v for k, v in settings.items() if k in fields},
+    )
+
+
+def options_of(*place: str) -> RunOptions:
+    """Where a run lies; it goes on where it was stopped."""
+    where = Path(FLAGS.runs, board(), *place)
+    return RunOptions(str(where), resume=True, plot_formats=())
+
+
+def grid_of(name: str) -> dict[str, tuple[Any, ...]]:
+    """The six cells of one method."""
+    adam = BESIDE.get(name, {}).get("optimizer") == "adam"
+    return {
+        "learning_rate": ADAM_RATES if adam else RATES,
+        **AXES.get(name, FINE_TUNING),
+    }
+
+
+def board() -> str:
+    """What files and folders are called."""
+    return f"{FLAGS.protocol}_{FLAGS.dataset}"
+
+
+def settings_file() -> Path:
+    """What --tune chose, by method."""
+    return HERE / "settings" / f"{board()}.json"
+
+
+def tune(names: list[str]) -> None:
+    """Chooses by the NLL of the personal models on held-out training data."""
+    path = settings_file()
+    for name in names:
+        chosen = json.loads(path.read_text()) if path.exists() else {}
+        start = time.perf_counter()
+        config = config_of(name, validation_fraction=0.2)
+        where = options_of("tuning", name)
+        [found] = sweep_all([(config, where)], grid_of(name), retrain=False)
+        if found.chosen is None:
+            raise RuntimeError(f"{name}: every cell of the grid failed")
+        chosen[name] = found.chosen.settings
+        path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def measure() -> list[dict[str, Any]]:
+    """A summary for every method, those included that are not run this time."""
+    chosen = json.loads(settings_file().read_text())
+    names = [name for name in methods() if name in (FLAGS.methods or methods())]
+    if missing := [name for name in names if name not in chosen]:
+        raise ValueError(
+            f"{settings_file().name} lacks {', '.join(missing)}: give --tune --methods="
+            f"{','.join(missing)}"
+        )
+    for name in names:
+        start = time.perf_counter()
+        config = config_of(name, seeds=FLAGS.seeds, **chosen[name])
+        run_all([(config, options_of(name))])
+        print(f"{name}: {time.perf_counter() - start:.0f} s in all", flush=True)
+    found = {}
+    for name in methods():
+        path = Path(options_of(name).run_dir, "summary.json")
+        if path.exists():
+            found[name] = json.loads(path.read_text())
+    if BASELINE not in found:
+        raise ValueError(f"--methods leaves {BASELINE} out, and no run of it is there")
+    return [row(name, found, chosen[name]) for name in found]
+
+
+def row(name: str, found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """What the table has of one method; accuracies and ECE in per cent."""
+    one, base = found[name], found[BASELINE]
+    cells: dict[str, Any] = {"method": name}
+    for model in ("global", "personal"):
+        for key, unit in (("accuracy", 1), ("nll", 1), ("ece", 100)):
+            values = _by_seed(one, model, key, unit)
+            cells[f"{model}_{key}"] = values.mean()
+            cells[f"{model}_{key}_std"] = values.std(ddof=1) if len(values) > 1 else 0.0
+    for key in ("accuracy", "nll"):
+        gap = _by_seed(one, "personal", key) - _by_seed(base, "personal", key)
+        error = gap.std(ddof=1) / np.sqrt(len(gap)) if len(gap) > 1 else np.nan
+        cells[f"{key}_minus_{BASELINE}"] = gap.mean()
+        cells[f"{key}_minus_{BASELINE}_error"] = error
+    if not one["global_model"]:
+        cells = {k: "" if k.startswith("global_") else v for k, v in cells.items()}
+    return cells | {
+        "failed": one["failed"],
+        "seeds": len(one["seeds"]),
+        "bytes_up": one["bytes_up"],
+        "bytes_down": one["bytes_down"],
+        "round_seconds": one["round_seconds"],
+        f"round_over_{BASELINE}": one["round_seconds"] / base["round_seconds"],
+        "compile_seconds": one["compile_seconds"],
+        "settings": json.dumps(settings),
+    }
+
+
+def _by_seed(summary: dict[str, Any], model: str, key: str, unit: float = 1):
+    return unit * np.array([one[model][key] for one in summary["per_seed"]], float)
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    """The table, the best personal accuracy first."""
+
+    def mean(cells, key, digits):
+        if cells[key] == "":
+            return "-"
+        value, spread = float(cells[key]), float(cells[f"{key}_std"])
+        return f"{value:.{digits}f} ± {spread:.{digits}f}"
+
+    def gap(cells, key, digits):
+        if cells["method"] == BASELINE:
+            return "-"
+        name = f"{key}_minus_{BASELINE}"
+        difference, error = float(cells[name]), float(cells[f"{name}_error"])
+        seeds = int(cells["seeds"])
+        told = seeds > 1 and abs(difference) > stdtrit(seeds - 1, 0.975) * error
+        mark = "**" if told else ""
+        return f"{mark}{difference:+.{digits}f} ± {error:.{digits}f}{mark}"
+
+    ranked = sorted(rows, key=lambda cells: -float(cells["personal_accuracy"]))
+    return table(
+        "method | global % | personal % | minus FedAvg + FT | personal NLL | minus "
+        "FedAvg + FT | personal ECE % | MB up, down a round | s a round (FedAvg = 1)",
+        [
+            [
+                cells["method"],
+                mean(cells, "global_accuracy", 2),
+                mean(cells, "personal_accuracy", 2),
+                gap(cells, "accuracy", 2),
+                mean(cells, "personal_nll", 3),
+                gap(cells, "nll", 3),
+                mean(cells, "personal_ece", 2),
+                f"{float(cells['bytes_up']) / 1e6:.1f}, "
+                f"{float(cells['bytes_down']) / 1e6:.1f}",
+                f"{float(cells['round_seconds']):.3f} "
+                f"({float(cells[f'round_over_{BASELINE}']):.1f})",
+            ]
+            for cells in ranked
+        ],
+    )
+
+
+def settings_of(rows: list[dict[str, Any]]) -> list[str]:
+    """What was chosen for every method, and its compilation time."""
+    [base] = [cells for cells in rows if cells["method"] == BASELINE]
+
+    def shown(cells):
+        return ", ".join(f"{k}={v}" for k, v in json.loads(cells["settings"]).items())
+
+    def compilation(cells):
+        own, first = (float(one["compile_seconds"]) for one in (cells, base))
+        return f"{own:.1f} ({own / first:.1f})"
+
+    return table(
+        "method | settings | compilation, s (FedAvg = 1)",
+        [[cells["method"], shown(cells), compilation(cells)] for cells in rows],
+    )
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy and NLL of the personal models, and the global accuracy, as points."""
+    ranked = sorted(rows, key=lambda cells: float(cells["personal_accuracy"]))
+    figure, axes = plt.subplots(
+        1, 3, figsize=(12, 1.5 + 0.28 * len(ranked)), sharey=True
+    )
+    for axis, key, label in zip(
+        axes,
+        ("personal_accuracy", "personal_nll", "global_accuracy"),
+        ("personal accuracy %", "personal NLL", "global accuracy %"),
+    ):
+        for place, cells in enumerate(ranked):
+            if cells[key] != "":
+                value, error = float(cells[key]), float(cells[f"{key}_std"])
+                axis.errorbar(value, place, xerr=error, fmt="o", color="C0")
+                if cells["method"] == BASELINE:
+                    axis.axvline(value, color="0.7", linewidth=1, zorder=0)
+        axis.set_xlabel(label)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].set_yticks(range(len(ranked)), [cells["method"] for cells in ranked])
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a table that `measure` left."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def put_into_readme(path: Path, readme: Path = README) -> None:
+    """The table, between the marks."""
+    begin, end = MARKS
+    text = readme.read_text()
+    block = begin + "\n".join(lines_of(read(path))) + "\n" + end
+    found = re.subn(
+        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: block, text, flags=re.S
+    )
+    if found[1] != 1:
+        raise ValueError(f"{readme} must have {begin.strip()} and {end.strip()} once")
+    readme.write_text(found[0])
+
+
+def main(argv: list[str]) -> None:
+    out = Path(f"{FLAGS.out}_{board()}")
+    if FLAGS.readme:
+        put_into_readme(out.with_suffix(".csv"))
+        return
+    if FLAGS.tune:
+        tune([name for name in methods() if name in (FLAGS.methods or methods())])
+        return
+    machine, rows = run(argv, measure)
+    with open(out.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    rows = read(out.with_suffix(".csv"))
+    draw(rows, out.with_suffix(".png"))
+    left = [f"- `{name}`: {why}" for name, why in UNSUITED.items()]
+    text = page(
+        f"Leaderboard: {FLAGS.dataset}, protocol {FLAGS.protocol}",
+        describe({"machine": machine}),
+        f"{PROTOCOLS[FLAGS.protocol][0]}; last round, test data. "
+        "Mean ± standard deviation over seeds; differences are paired by seed, mean ± "
+        "standard error, bold where Student's t tells them from 0 (95 %).",
+        lines_of(rows),
+        "Chosen of six cells each on held-out training data, and how long a program "
+        "takes to compile:",
+        settings_of(rows),
+        "Not in it:",
+        left,
+    )
+    out.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    app.run(main)

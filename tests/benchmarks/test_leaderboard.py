@@ -1,0 +1,88 @@
+"""The table is cut from what was measured, and the README from the table."""
+
+import importlib
+
+import numpy as np
+import pytest
+from absl import flags
+
+from fedvi import algorithms
+
+
+@pytest.fixture
+def leaderboard(monkeypatch):
+    from pathlib import Path
+
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(flags.FLAGS)
+    module = importlib.import_module("leaderboard")
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["leaderboard"])
+    yield module
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    importlib.sys.modules.pop("leaderboard")
+
+
+def summary(accuracy, nll, global_model=True):
+    def model(a, n):
+        return {"accuracy": a, "nll": n, "ece": 0.01}
+
+    seeds = [
+        {"global": model(a - 10, n), "personal": model(a, n)}
+        for a, n in zip(accuracy, nll)
+    ]
+    return {
+        "per_seed": seeds,
+        "seeds": list(range(len(seeds))),
+        "global_model": global_model,
+        "failed": False,
+        "bytes_up": 10,
+        "bytes_down": 20,
+        "round_seconds": 0.5,
+        "compile_seconds": 4.0,
+    }
+
+
+def test_differences_are_paired_by_seed(leaderboard):
+    found = {
+        "fedavg": summary([80, 90, 70], [0.5, 0.4, 0.6]),
+        "other": summary([82, 92, 72.3], [0.5, 0.5, 0.5], global_model=False),
+    }
+    cells = leaderboard.row("other", found, {"mu": 0.1})
+    assert cells["accuracy_minus_fedavg"] == pytest.approx(2.1)
+    assert cells["accuracy_minus_fedavg_error"] == pytest.approx(0.1)
+    assert cells["personal_accuracy_std"] == pytest.approx(
+        np.std([82, 92, 72.3], ddof=1)
+    )
+    assert cells["global_accuracy"] == ""
+    first, second = leaderboard.lines_of([leaderboard.row("fedavg", found, {}), cells])[
+        2:
+    ]
+    assert first.startswith("| other | - |") and "**+2.10 ± 0.10**" in first
+    assert "+0.000 ± 0.058 |" in first and "| 1.00 ± 0.00 |" in first
+    assert second.startswith("| fedavg | 70.00 ± 10.00 | 80.00 ± 10.00 | - |")
+
+
+def test_every_method_takes_part_or_has_a_reason(leaderboard):
+    taking_part = set(leaderboard.methods())
+    known = algorithms.ALGORITHMS
+    own = {name for name in known if known[name].__module__.startswith("fedvi.")}
+    assert own <= taking_part | set(leaderboard.UNSUITED)
+    for name in own & taking_part:
+        grid = leaderboard.grid_of(name)
+        assert np.prod([len(values) for values in grid.values()]) == 6, name
+        for setting, values in grid.items():
+            leaderboard.config_of(name, **{setting: values[0]})
+            options = algorithms.options_of(name).__dataclass_fields__
+            fields = leaderboard.ExperimentConfig.__dataclass_fields__
+            assert setting in options or setting in fields, (name, setting)
+
+
+def test_the_readme_has_the_measured_table(leaderboard):
+    path = leaderboard.HERE / "results" / "leaderboard_fedhb_fashion_mnist.csv"
+    lines = leaderboard.lines_of(leaderboard.read(path))
+    begin, end = leaderboard.MARKS
+    text = leaderboard.README.read_text()
+    assert text.split(begin)[1].split(end)[0] == "\n".join(lines) + "\n"
