@@ -7,9 +7,11 @@ from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
+from fedvi.algorithms.fedem import fedem
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.ifca import ensemble, ifca
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.references import centralised, local_only
@@ -33,13 +35,16 @@ __all__ = [
     "centralised",
     "cfedbayes",
     "dsvgd",
+    "ensemble",
     "fedabml",
     "fedavg",
     "fedbabu",
+    "fedem",
     "fedhb_mixture",
     "fedhb_niw",
     "fedprox",
     "find",
+    "ifca",
     "is_registered",
     "local_only",
     "options_of",
@@ -66,6 +71,9 @@ for _builder in (
     parallel_dsvgd,
     fedhb_niw,
     fedhb_mixture,
+    ifca,
+    ensemble,
+    fedem,
     local_only,
     centralised,
 ):
