@@ -10,6 +10,7 @@ from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.fedbe import fedbe
 from fedvi.algorithms.feddyn import feddyn
+from fedvi.algorithms.fedem import fedem
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedpa import fedpa
@@ -17,6 +18,7 @@ from fedvi.algorithms.fedpop import fedpop, fedsoul
 from fedvi.algorithms.fedprox import fedprox
 from fedvi.algorithms.fola import fola
 from fedvi.algorithms.heurfedamp import heurfedamp
+from fedvi.algorithms.ifca import ensemble, ifca
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.partial_sharing import fedper, fedrep, lg_fedavg
 from fedvi.algorithms.perfedavg import perfedavg
@@ -45,11 +47,13 @@ __all__ = [
     "cfedbayes",
     "ditto",
     "dsvgd",
+    "ensemble",
     "fedabml",
     "fedavg",
     "fedbabu",
     "fedbe",
     "feddyn",
+    "fedem",
     "fedhb_mixture",
     "fedhb_niw",
     "fedpa",
@@ -61,6 +65,7 @@ __all__ = [
     "find",
     "fola",
     "heurfedamp",
+    "ifca",
     "is_registered",
     "lg_fedavg",
     "local_only",
@@ -105,6 +110,9 @@ for _builder in (
     parallel_dsvgd,
     fedhb_niw,
     fedhb_mixture,
+    ifca,
+    ensemble,
+    fedem,
     local_only,
     centralised,
 ):

@@ -10,7 +10,7 @@ import optax
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
 from fedvi.flat import like_flats, trees
-from fedvi.local import Batch, fold_minibatches, minimise
+from fedvi.local import Batch, LocalTraining, descent, fold_minibatches, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 
@@ -19,6 +19,7 @@ __all__ = [
     "OwnModel",
     "check_trained",
     "classification_loss",
+    "data_loss",
     "finetune",
     "gradient_only",
     "halves_of",
@@ -211,17 +212,16 @@ def iterates(
     Returns:
       (trained params, seen, mean loss over the steps).
     """
-    optimizer = training.optimizer_at(round_index)
+    init, descend = descent(training, round_index)
 
     def step(key, carry, batch):
         layers, moments, seen, total, index = carry
         value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
-        updates, moments = optimizer.update(gradients, moments, layers)
-        layers = optax.apply_updates(layers, updates)
+        layers, moments = descend(layers, moments, gradients)
         return layers, moments, see(index, layers, seen), total + value, index + 1
 
     layers = trees(params)
-    start = layers, optimizer.init(layers), seen, jnp.zeros(()), jnp.int32(0)
+    start = layers, init(layers), seen, jnp.zeros(()), jnp.int32(0)
     layers, _, seen, total, index = fold_minibatches(key, data, training, step, start)
     return like_flats(layers, params), seen, total / jnp.maximum(index, 1)
 
@@ -248,3 +248,12 @@ def tilted_loss(model: Model, slope) -> Callable:
     loss, slope = plain_loss(model), trees(slope)
     tilt = gradient_only(lambda slope, layers: optax.tree.vdot(slope, layers))
     return lambda key, layers, batch: loss(key, layers, batch) + tilt(slope, layers)
+
+
+def data_loss(key, loss: Callable, params, data, training: LocalTraining):
+    """[] a mean loss `(key, params, batch)` as its sum over one client's data."""
+
+    def add(key, total, batch):
+        return total + batch.mask.sum() * loss(key, params, batch)
+
+    return fold_minibatches(key, data, training.one_pass(), add, jnp.zeros(()))

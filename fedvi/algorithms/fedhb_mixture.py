@@ -16,14 +16,16 @@ from fedvi.algorithms.common import (
     Head,
     check_trained,
     classification_loss,
+    data_loss,
     log_probabilities,
+    plain_loss,
     split_head,
 )
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mixture
 from fedvi.distributions.tree import Tree, with_head
 from fedvi.flat import trees
-from fedvi.local import Quadratic, fold_minibatches, minimise
+from fedvi.local import Quadratic, minimise
 from fedvi.options import option
 
 __all__ = ["FedHBMixture", "Server", "fedhb_mixture"]
@@ -217,11 +219,8 @@ def first_model(task: Task, options: FedHBMixture, key, server: Server, data):
 
 def total_loss(task: Task, key, params, data):
     """Cross-entropy of one model, summed over all of one client's training data."""
-
-    def add(key, total, batch):
-        return total + batch.mask.sum() * classification_loss(task.model, params, batch)
-
-    return fold_minibatches(key, data, task.training.one_pass(), add, jnp.zeros(()))
+    loss = plain_loss(task.model)
+    return data_loss(key, loss, params, data, task.training)
 
 
 def train(

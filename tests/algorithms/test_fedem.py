@@ -1,0 +1,66 @@
+"""FedEM: its responsibilities, and FedAvg where it has one component."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedvi.algorithms import fedavg, fedem
+from fedvi.algorithms.fedem import example_losses, expectation
+
+KEY = jax.random.key(3)
+
+
+def one_client(train, i):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), train)
+
+
+def test_one_component_is_fedavg(task, train):
+    data = one_client(train, 1)
+    algorithm, plain = fedem(task, components=1), fedavg(task)
+    server = algorithm.init(KEY)
+    start = plain.init(jax.random.split(KEY, 1)[0])
+    found = jax.jit(algorithm.client_update)(KEY, 0, server, jnp.ones(1), data)
+    expected = jax.jit(plain.client_update)(KEY, 0, start, (), data)
+    np.testing.assert_allclose(found.client, 1)
+    np.testing.assert_allclose(found.metrics["loss"], expected.metrics["loss"], 1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-4, atol=1e-6),
+        found.upload.components,
+        expected.upload,
+    )
+
+
+def test_responsibilities_tell_two_rules_of_labels_apart(task, train):
+    """Of models that each follow one rule, every example to its own; π their shares."""
+    data = one_client(train, 1)  # 13 of 20 places are real
+    rule = np.arange(20) % 3 == 0  # 5 of the 13
+    data = data._replace(y=jnp.where(rule, (data.y + 1) % 3, data.y))
+    algorithm = fedem(task, components=2)
+
+    def apply(shift, x, mask=None):
+        return 20.0 * jax.nn.one_hot((truth(x) + shift) % 3, 3)
+
+    def truth(x):  # the place of the nearest known example
+        distance = ((x[:, None] - data.x[None]) ** 2).sum(-1)
+        return jnp.asarray(train.y[1])[distance.argmin(-1)]
+
+    rules = fedem(task._replace(model=task.model._replace(apply=apply)), components=2)
+    server = algorithm.init(KEY)._replace(components=jnp.arange(2))
+    personal = jax.jit(rules.personalise)(KEY, server, jnp.full(2, 0.5), data)
+    np.testing.assert_allclose(personal.weights, [8 / 13, 5 / 13], atol=1e-4)
+    losses = jnp.stack(
+        [
+            example_losses(
+                task._replace(model=task.model._replace(apply=apply)), KEY, k, data
+            )
+            for k in (0, 1)
+        ],
+        axis=-1,
+    )
+    q, _ = expectation(losses, personal.weights, data.size)
+    np.testing.assert_allclose(q[:13, 1], rule[:13], atol=1e-4)
+    # The mixture's probabilities.
+    x, mask = data.x[:2], jnp.ones(2, bool)
+    log_probs = rules.personal_predictive(KEY, server, personal, x, mask)
+    own = np.arange(2), np.asarray(train.y[1][:2])
+    np.testing.assert_allclose(np.exp(log_probs[0])[own], 8 / 13, atol=1e-4)
