@@ -24,6 +24,7 @@ from fedvi.algorithms.partial_sharing import fedper, fedrep, lg_fedavg
 from fedvi.algorithms.perfedavg import perfedavg
 from fedvi.algorithms.pfedbayes import pfedbayes
 from fedvi.algorithms.pfedme import pfedme
+from fedvi.algorithms.pfnm import pfnm
 from fedvi.algorithms.references import centralised, local_only
 from fedvi.algorithms.registry import (
     ALGORITHMS,
@@ -74,6 +75,7 @@ __all__ = [
     "perfedavg",
     "pfedbayes",
     "pfedme",
+    "pfnm",
     "plain_loss",
     "point_estimate",
     "posterior_estimate",
@@ -90,6 +92,7 @@ for _builder in (
     pfedme,
     perfedavg,
     heurfedamp,
+    pfnm,
     scaffold,
     feddyn,
     fedpa,

@@ -30,9 +30,9 @@ class PerFedAvg(Options):
         "gradients, exact from differentiation through the step.",
         source="FedABML §5",
     )
-    inner_learning_rate: float = option(
+    inner_learning_rate: float | None = option(
         0.01,
-        "α, of the step of adaptation.",
+        "α, of the step of adaptation; None: that of training.",
         source="BPFed's public code on CIFAR-10",
         above=0,
         traced=True,
@@ -68,10 +68,13 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
             f"batch_size={task.training.batch_size} leaves no example to ask about "
             "after the step of adaptation: use at least 2"
         )
-    loss = meta_loss(plain_loss(task.model), options)
 
     def client_update(key, round_index, server, client, data):
         start, training = server.params, task.training
+        rate = options.inner_learning_rate
+        if rate is None:
+            rate = training.learning_rate_at(round_index)
+        loss = meta_loss(plain_loss(task.model), options, rate)
         params, value = minimise(key, round_index, start, data, training, loss)
         moved = optax.tree.sub(params, server.params)
         return ClientOutput(moved, 1.0, metrics={"loss": value})
@@ -79,14 +82,15 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
     return fedavg(task)._replace(name="perfedavg", client_update=client_update)
 
 
-def meta_loss(loss: Callable, options: PerFedAvg) -> Callable:
+def meta_loss(loss: Callable, options: PerFedAvg, rate) -> Callable:
     """F, `(key, w, Batch) -> scalar`, whose gradient is the one that is asked for.
 
     Args:
       loss: f, as of `minimise`.
-      options: which gradient, α and δ.
+      options: which gradient, and δ.
+      rate: α.
     """
-    rate, kind = options.inner_learning_rate, options.gradient
+    kind = options.gradient
     gradient_of = jax.grad(loss, argnums=1)
 
     def after_a_step(key, params, batch):

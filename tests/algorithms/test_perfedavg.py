@@ -39,9 +39,11 @@ def gradient_by_hand(batch, w, rate, second_order):
 @pytest.mark.parametrize("kind", ["first_order", "hessian_free", "exact"])
 def test_gradients_on_a_quadratic_are_those_by_hand(kind):
     batch = batch_of(7, [True] * 5 + [False] * 2)
-    options = PerFedAvg(gradient=kind, inner_learning_rate=0.3, difference=0.1)
+    options = PerFedAvg(gradient=kind, difference=0.1)
     w = jnp.array([1.0, -2.0, 0.5])
-    value, found = jax.value_and_grad(meta_loss(squares, options), 1)(KEY, w, batch)
+    value, found = jax.value_and_grad(meta_loss(squares, options, 0.3), 1)(
+        KEY, w, batch
+    )
     expected = gradient_by_hand(batch, np.asarray(w, float), 0.3, kind != "first_order")
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert np.isfinite(value) and value > 0
@@ -53,8 +55,8 @@ def test_the_central_difference_is_the_exact_gradient_of_a_network(task, train):
     batch = Batch(x, y, jnp.ones(8, bool))
 
     def gradient(kind):
-        options = PerFedAvg(gradient=kind, inner_learning_rate=0.5, difference=1e-2)
-        loss = meta_loss(plain_loss(task.model), options)
+        options = PerFedAvg(gradient=kind, difference=1e-2)
+        loss = meta_loss(plain_loss(task.model), options, 0.5)
         return jax.flatten_util.ravel_pytree(jax.grad(loss, 1)(KEY, params, batch))[0]
 
     exact, free, first = map(gradient, ("exact", "hessian_free", "first_order"))
@@ -66,7 +68,7 @@ def test_the_central_difference_is_the_exact_gradient_of_a_network(task, train):
 def test_an_example_alone_asks_nothing(task):
     batch = batch_of(4, [True, False, False, False])
     for kind in ("first_order", "hessian_free", "exact"):
-        loss = meta_loss(squares, PerFedAvg(gradient=kind))
+        loss = meta_loss(squares, PerFedAvg(gradient=kind), 0.01)
         gradient = jax.grad(loss, 1)(KEY, jnp.ones(3), batch)
         np.testing.assert_array_equal(gradient, 0)
     training = task.training._replace(batch_size=1)
