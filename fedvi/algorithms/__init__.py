@@ -2,6 +2,7 @@
 
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
+from fedvi.algorithms.cfl import cfl
 from fedvi.algorithms.common import plain_loss, point_estimate, train_from
 from fedvi.algorithms.dsvgd import dsvgd
 from fedvi.algorithms.fedabml import fedabml
@@ -11,6 +12,7 @@ from fedvi.algorithms.fedem import fedem
 from fedvi.algorithms.fedhb_mixture import fedhb_mixture
 from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.fesem import fesem
 from fedvi.algorithms.ifca import ensemble, ifca
 from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.pfedbayes import pfedbayes
@@ -34,6 +36,7 @@ __all__ = [
     "builder",
     "centralised",
     "cfedbayes",
+    "cfl",
     "dsvgd",
     "ensemble",
     "fedabml",
@@ -43,6 +46,7 @@ __all__ = [
     "fedhb_mixture",
     "fedhb_niw",
     "fedprox",
+    "fesem",
     "find",
     "ifca",
     "is_registered",
@@ -74,6 +78,8 @@ for _builder in (
     ifca,
     ensemble,
     fedem,
+    fesem,
+    cfl,
     local_only,
     centralised,
 ):
