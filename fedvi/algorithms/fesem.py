@@ -70,7 +70,7 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
 def distances(models, centre):
     """[cohort] ‖θ_i - c‖² of leaves `[cohort, ...]`."""
     parts = jax.tree.map(
-        lambda m, c: ((m - c) ** 2).reshape(len(m), -1).sum(1), models, centre
+        lambda m, c: ((m - c[None]) ** 2).reshape(len(m), -1).sum(1), models, centre
     )
     return sum(jax.tree.leaves(parts))
 

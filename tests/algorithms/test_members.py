@@ -27,12 +27,12 @@ def run(build, task, train, rules, rounds, **options):
     return federation, state, metrics
 
 
-SPLIT = {"eps1": 0.9, "eps2": 0.3, "norms": "relative", "min_rounds": 3}
+SPLIT = {"eps1": 0.2, "eps2": 0.6, "norms": "relative", "min_rounds": 3}
 
 
 @pytest.mark.parametrize(("build", "options"), [(fesem, {}), (cfl, SPLIT)])
 def test_planted_clusters_are_found(task, train, build, options):
-    federation, state, metrics = run(build, task, train, PLANTED, 12, **options)
+    federation, state, metrics = run(build, task, train, PLANTED, 20, **options)
     np.testing.assert_array_equal(federation.clusters(state), state.server.cluster)
     found = np.asarray(state.server.cluster)
     assert (found == found[0])[PLANTED == 0].all()
