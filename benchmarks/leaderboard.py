@@ -123,6 +123,16 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "cfedbayes": {"zeta": (0.1, 1.0)},
     "bpfed": {"zeta": (0.1, 1.0)},
     "fedabml": {"kl_weight": (0.01, 0.1)},
+    "feddyn": {"alpha_coef": (0.01, 0.1)},
+    "ditto": {"personal_penalty": (0.1, 1.0)},
+    "pfedme": {"personal_penalty": (5.0, 15.0)},
+    "perfedavg": {"inner_learning_rate": (0.01, 0.1)},
+    "heurfedamp": {"personal_penalty": (0.1, 1.0)},
+    "fedpa": {"shrinkage": (0.01, 1.0)},
+    "fedbe": {"distillation_learning_rate": (0.001, 0.01)},
+    "fedpop": {"sampler_step_size": (0.001, 0.01)},
+    "fedsoul": {"sampler_step_size": (0.0001, 0.001)},
+    "fola": {"precision": (10.0, 100.0)},
 }
 FINE_TUNING = {"finetune_learning_rate": (0.01, 0.03)}
 

@@ -18,6 +18,7 @@ __all__ = [
     "Quadratic",
     "check_stable",
     "cross_entropy",
+    "descent",
     "fold_minibatches",
     "layerwise",
     "minimise",
@@ -376,9 +377,7 @@ def minimise(
     Returns:
       (trained params, mean of the loss without the penalty over the steps).
     """
-    exact = training.optimizer == "sgd"
-    optimizer = training.optimizer_at(round_index)
-    step_size = training.learning_rate_at(round_index) / (1 - training.momentum)
+    init, descend = descent(training, round_index)
 
     def step(key, carry, batch):
         layers, moments, total = carry
@@ -386,21 +385,43 @@ def minimise(
         # Where the step starts: only there the quadratic and the penalty have the same
         # gradient at rest.
         near = None if penalty is None else penalty(layers)
+        layers, moments = descend(layers, moments, gradients, near)
+        return layers, moments, total + value
+
+    # An SGD step on the vector would copy it twice more: into slices for the network,
+    # and out of them for the gradient.
+    layers = trees(params)
+    start = (layers, init(layers), jnp.zeros(()))
+    layers, _, total = fold_minibatches(key, data, training, step, start)
+    steps = jnp.maximum(num_steps(data.size, training), 1)
+    return like_flats(layers, params), total / steps
+
+
+def descent(training: LocalTraining, round_index) -> tuple[Callable, Callable]:
+    """An optimiser that takes a quadratic penalty as `minimise` does.
+
+    Args:
+      training: optimiser, learning rate and momentum.
+      round_index: scalar, for the learning-rate schedule.
+
+    Returns:
+      (init, step): `init(layers) -> moments` and `step(layers, moments, gradients,
+      near) -> (layers, moments)`, `near` a `Quadratic` or None.
+    """
+    exact = training.optimizer == "sgd"
+    optimizer = training.optimizer_at(round_index)
+    step_size = training.learning_rate_at(round_index) / (1 - training.momentum)
+
+    def step(layers, moments, gradients, near=None):
         if near is not None and not exact:
             gradients = jax.tree.map(jnp.add, gradients, near.gradient(layers))
         updates, moments = optimizer.update(gradients, moments, layers)
         layers = optax.apply_updates(layers, updates)
         if near is not None and exact:
             layers = near.proximal(layers, step_size)
-        return layers, moments, total + value
+        return layers, moments
 
-    # An SGD step on the vector would copy it twice more: into slices for the network,
-    # and out of them for the gradient.
-    layers = trees(params)
-    start = (layers, optimizer.init(layers), jnp.zeros(()))
-    layers, _, total = fold_minibatches(key, data, training, step, start)
-    steps = jnp.maximum(num_steps(data.size, training), 1)
-    return like_flats(layers, params), total / steps
+    return optimizer.init, step
 
 
 def squared_gradients(key, params, data, training: LocalTraining, loss: Callable):

@@ -90,6 +90,7 @@ def task() -> Task:
         finetuning=LocalTraining(epochs=1, batch_size=8, learning_rate=0.01),
         clients=sum(size > 0 for size in SIZES),
         samples=sum(SIZES),
+        unlabelled=make_clients(SIZES).x[0],
     )
 
 

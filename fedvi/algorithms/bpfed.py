@@ -4,23 +4,23 @@ Chen, Liu, Cao and Zhang, "Bayesian personalized federated learning with shared 
 personalized uncertainty representations" (2023).
 """
 
-import re
 from typing import Literal
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.partial_sharing import split
 from fedvi.algorithms.pfedbayes import Halves, PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field
 from fedvi.distributions.mean_field import MeanField
 from fedvi.flat import trees
-from fedvi.nn import Model, regroup, weight_paths
+from fedvi.nn import Model
 from fedvi.options import option
 from fedvi.variational import BayesianNetwork, mean_field_normal
 
-__all__ = ["BPFed", "bpfed", "half", "join", "split"]
+__all__ = ["BPFed", "bpfed", "half", "join"]
 
 
 class BPFed(PFedBayesKin):
@@ -103,34 +103,6 @@ def bpfed(task: Task, options: BPFed) -> Algorithm:
     network = BayesianNetwork(model, family, options)
     algorithm = pfedbayes_of("bpfed", task, network, halves, kl)
     return algorithm._replace(global_model=False)
-
-
-def split(model: Model, pattern: str) -> Model:
-    """The model with its weights in two groups, "personal" and "shared".
-
-    Args:
-      model: the network.
-      pattern: regular expression, searched in paths such as `head/classifier/kernel`;
-        where it is found, a weight is personalised.
-
-    Raises:
-      ValueError: not a regular expression, or it leaves no weight on one side.
-    """
-    try:
-        found = re.compile(pattern).search
-    except re.error as error:
-        raise ValueError(
-            f"personal_part={pattern!r} is no regular expression: {error}"
-        ) from None
-    paths = weight_paths(model)
-    sides = {found(path) is not None for path in paths}
-    if len(sides) < 2:
-        side = "shared" if True in sides else "personalised"
-        raise ValueError(
-            f"personal_part={pattern!r} leaves no {side} weight of {model.name}: it "
-            f"has {', '.join(paths)}"
-        )
-    return regroup(model, lambda path: "personal" if found(path) else "shared")
 
 
 def half(q: MeanField, group: str) -> MeanField:

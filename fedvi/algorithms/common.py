@@ -1,31 +1,62 @@
 """What the algorithm files share: loss, prediction, fine-tuning, a frozen head."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.local import LocalTraining, fold_minibatches, minimise
+from fedvi.flat import like_flats, trees
+from fedvi.local import Batch, LocalTraining, descent, fold_minibatches, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 
 __all__ = [
     "Head",
+    "OwnModel",
     "check_trained",
     "classification_loss",
     "data_loss",
     "finetune",
     "gradient_only",
+    "halves_of",
+    "iterates",
     "log_probabilities",
     "normal_init",
     "plain_loss",
     "point_estimate",
     "split_head",
+    "tilted_loss",
     "train_from",
 ]
+
+
+class OwnModel(NamedTuple):
+    """What a client keeps that has a model of its own, and predicts with it.
+
+    Attributes:
+      params: its weights.
+      updates: rounds taken part in.
+    """
+
+    params: Any
+    updates: jax.Array
+
+    @classmethod
+    def of(cls, params) -> "OwnModel":
+        """Before the first round."""
+        return cls(params, jnp.zeros((), jnp.int32))
+
+    def trained(self, params) -> "OwnModel":
+        """After one more."""
+        return OwnModel(params, self.updates + 1)
+
+    def kept(self) -> tuple[jax.Array, Any]:
+        """As `Algorithm.kept` returns it."""
+        return self.updates > 0, self.params
 
 
 class Head(Options):
@@ -103,6 +134,14 @@ def gradient_only(penalty: Callable) -> Callable:
     return pull
 
 
+def halves_of(batch: Batch) -> tuple[Batch, Batch]:
+    """(the even examples, the odd ones) of a minibatch, by its mask: to adapt to, and
+    to ask about."""
+    even = jnp.arange(batch.mask.shape[0]) % 2 == 0
+    support, query = batch.mask & even, batch.mask & ~even
+    return batch._replace(mask=support), batch._replace(mask=query)
+
+
 def point_estimate(
     name: str,
     task: Task,
@@ -154,6 +193,39 @@ def train_from(task: Task, key, round_index, params, data):
     )
 
 
+def iterates(
+    key, round_index, params, data, training, loss: Callable, see: Callable, seen
+):
+    """`minimise` that shows where it goes.
+
+    Args:
+      key: as `minimise`, with the next five.
+      round_index: likewise.
+      params: likewise.
+      data: likewise.
+      training: likewise.
+      loss: likewise.
+      see: `(step, layers, seen) -> seen`, called with the layers after each step, which
+        are counted from 0.
+      seen: pytree, at first.
+
+    Returns:
+      (trained params, seen, mean loss over the steps).
+    """
+    init, descend = descent(training, round_index)
+
+    def step(key, carry, batch):
+        layers, moments, seen, total, index = carry
+        value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
+        layers, moments = descend(layers, moments, gradients)
+        return layers, moments, see(index, layers, seen), total + value, index + 1
+
+    layers = trees(params)
+    start = layers, init(layers), seen, jnp.zeros(()), jnp.int32(0)
+    layers, _, seen, total, index = fold_minibatches(key, data, training, step, start)
+    return like_flats(layers, params), seen, total / jnp.maximum(index, 1)
+
+
 def finetune(task: Task, key, params, data):
     """`task.finetuning` of one client from `params`, body and head."""
     loss = plain_loss(task.model)
@@ -163,6 +235,19 @@ def finetune(task: Task, key, params, data):
 def plain_loss(model: Model) -> Callable:
     """`classification_loss` as `minimise` calls it."""
     return lambda key, params, batch: classification_loss(model, params, batch)
+
+
+def tilted_loss(model: Model, slope) -> Callable:
+    """`plain_loss` with the gradient of loss + <slope, params>, and the loss's value.
+
+    Args:
+      model: the network.
+      slope: of its parameters' structure; added to every gradient, so that momentum
+        carries both alike.
+    """
+    loss, slope = plain_loss(model), trees(slope)
+    tilt = gradient_only(lambda slope, layers: optax.tree.vdot(slope, layers))
+    return lambda key, layers, batch: loss(key, layers, batch) + tilt(slope, layers)
 
 
 def data_loss(key, loss: Callable, params, data, training: LocalTraining):

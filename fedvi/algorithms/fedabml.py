@@ -22,7 +22,7 @@ from fedvi.algorithms.alternating import (
     require_stable,
     summands,
 )
-from fedvi.algorithms.common import normal_init
+from fedvi.algorithms.common import halves_of, normal_init
 from fedvi.algorithms.registry import builder
 from fedvi.distributions.mean_field import initial_scale
 from fedvi.flat import in_one_piece
@@ -215,9 +215,7 @@ def loss_after_adaptation(objective, steps: int, rate):
 
     def after(key, theta, batch):
         adapt_key, query_key = jax.random.split(key)
-        even = jnp.arange(batch.mask.shape[0]) % 2 == 0
-        support = batch._replace(mask=batch.mask & even)
-        query = batch._replace(mask=batch.mask & ~even)
+        support, query = halves_of(batch)
         phi = adapt(adapt_key, theta, support)
         value = objective(query_key, phi, theta, query)
         # A last batch of one example has none to ask about.

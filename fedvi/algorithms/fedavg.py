@@ -16,7 +16,7 @@ from fedvi.algorithms.registry import builder
 from fedvi.local import unless_zero
 from fedvi.options import Options, option
 
-__all__ = ["FedAvg", "Server", "fedavg"]
+__all__ = ["FedAvg", "Server", "fedavg", "fedavg_of"]
 
 
 class Server(NamedTuple):
@@ -37,8 +37,14 @@ class FedAvg(Options):
     server_optimizer: Literal["sgd", "adam", "yogi"] = option(
         "sgd", "adam and yogi with β1 = server_momentum, β2 = 0.99, ε = 1e-3 (Reddi)."
     )
-    server_learning_rate: float = option(
-        1.0, "Of the server optimiser; sgd with 1 is averaging.", above=0, traced=True
+    server_learning_rate: float | None = option(
+        None,
+        "Of the server optimiser; sgd with 1 is averaging. None: 1 for sgd, 0.01 for "
+        "adam and yogi.",
+        source="on held-out data 0.01 is 0.8 to 1.1 points above 0.03 on Fashion-MNIST "
+        "and 1.0 to 1.3 below it on digits, 0.003 up to 6 below; at 1 neither learns",
+        above=0,
+        traced=True,
     )
     server_momentum: float = option(
         0.0,
@@ -55,6 +61,11 @@ def fedavg(task: Task, options: FedAvg) -> Algorithm:
 
     With Δ = Σ_i n_i (θ_i - θ) / Σ_i n_i the server takes -Δ as its gradient.
     """
+    return fedavg_of(task, options)
+
+
+def fedavg_of(task: Task, options: FedAvg) -> Algorithm:
+    """FedAvg, for methods whose options are FedAvg's and more."""
     optimizer = server_optimizer(options)
 
     def init(key):
@@ -85,6 +96,8 @@ def fedavg(task: Task, options: FedAvg) -> Algorithm:
 def server_optimizer(options: FedAvg) -> optax.GradientTransformation:
     """What turns the mean update, as a gradient, into the server's step."""
     rate, momentum = options.server_learning_rate, options.server_momentum
+    if rate is None:
+        rate = 1.0 if options.server_optimizer == "sgd" else 0.01
     if options.server_optimizer == "adam":
         return optax.adam(rate, momentum, 0.99, 1e-3)
     if options.server_optimizer == "yogi":

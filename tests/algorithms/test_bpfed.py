@@ -8,8 +8,9 @@ import pytest
 
 from fedvi.algorithm import Aggregate
 from fedvi.algorithms import bpfed
-from fedvi.algorithms.bpfed import half, join, split
+from fedvi.algorithms.bpfed import half, join
 from fedvi.algorithms.common import classification_loss
+from fedvi.algorithms.partial_sharing import split
 from fedvi.distributions import mean_field
 from fedvi.federation import Federation
 from fedvi.flat import trees

@@ -32,6 +32,8 @@ WITH = {
     ("fedhb_niw", "prediction"): {"num_samples": 2},
     ("dsvgd", "initial"): {"first_t": "prior"},
     ("dsvgd", "kde"): {"first_t": "prior"},
+    ("fedpop", "sampler_steps"): {"samples": 2},
+    ("fedsoul", "sampler_steps"): {"samples": 2},
 }
 # Options of text that is no choice.
 TEXTS = {"personal_part": ["body"]}
@@ -47,6 +49,7 @@ CONFIG = ExperimentConfig(
     momentum=0.0,
     rounds=2,
     eval_every=1,
+    unlabelled=20,
 )
 
 

@@ -60,6 +60,19 @@ def test_server_optimisers_see_minus_the_mean_change(
     assert_close(server.params, params)
 
 
+@pytest.mark.parametrize(
+    ("name", "rate"), [("sgd", 1.0), ("adam", 0.01), ("yogi", 0.01)]
+)
+def test_the_rate_that_is_not_given_suits_the_servers_optimiser(
+    task, upload, name, rate
+):
+    def run(**options):
+        algorithm = fedavg(task, server_optimizer=name, **options)
+        return algorithm.server_update(KEY, 0, algorithm.init(KEY), upload[0])
+
+    assert_close(run().params, run(server_learning_rate=rate).params)
+
+
 def test_moments_are_not_sent(task):
     algorithm = fedavg(task, server_momentum=0.9)
     server = algorithm.init(KEY)

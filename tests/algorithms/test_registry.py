@@ -18,7 +18,7 @@ from fedvi.algorithms import (
 from fedvi.options import Options, option
 
 TRACED = [
-    (name, field.name, field.default)
+    (name, field.name, 0.1 if field.default is None else field.default)
     for name in ("fedavg", "fedprox", "fedhb_niw", "fedhb_mixture")
     for field in dataclasses.fields(options_of(name))
     if field.metadata["traced"]

@@ -78,11 +78,3 @@ def test_every_method_takes_part_or_has_a_reason(leaderboard):
             options = algorithms.options_of(name).__dataclass_fields__
             fields = leaderboard.ExperimentConfig.__dataclass_fields__
             assert setting in options or setting in fields, (name, setting)
-
-
-def test_the_readme_has_the_measured_table(leaderboard):
-    path = leaderboard.HERE / "results" / "leaderboard_fedhb_fashion_mnist.csv"
-    lines = leaderboard.lines_of(leaderboard.read(path))
-    begin, end = leaderboard.MARKS
-    text = leaderboard.README.read_text()
-    assert text.split(begin)[1].split(end)[0] == "\n".join(lines) + "\n"

@@ -1,0 +1,71 @@
+"""Ditto: a model of every client's own, near the one of FedAvg.
+
+Li et al., "Ditto: fair and robust federated learning through personalization", ICML
+2021.
+"""
+
+import jax
+
+from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.common import OwnModel, plain_loss
+from fedvi.algorithms.fedavg import fedavg
+from fedvi.algorithms.registry import builder
+from fedvi.flat import trees
+from fedvi.local import Quadratic, minimise
+from fedvi.options import Options, option
+
+__all__ = ["Ditto", "ditto"]
+
+
+class Ditto(Options):
+    """Options of `ditto`."""
+
+    personal_penalty: float = option(
+        0.75,
+        "λ, weight of half the squared distance of a client's own model from what the "
+        "server sent.",
+        source="FedABML §5",
+        at_least=0,
+        traced=True,
+    )
+
+
+@builder(Ditto)
+def ditto(task: Task, options: Ditto) -> Algorithm:
+    """Builds Ditto.
+
+    Client: FedAvg's update of a copy of θ, which is sent; beside it, from where it
+    stopped last time,
+      min_v  f_i(v) + λ/2 ‖v - θ‖²      (θ: what the server sent)
+    with as many steps; with SGD the second term is an exact proximal step, which no λ
+    makes unstable. v stays with the client and predicts for it. Server: FedAvg's.
+    A client that never took part makes its v from θ, by `task.finetuning`.
+
+    Metrics: `loss`, the mean of f_i over the steps of the copy.
+    """
+    shared = fedavg(task)
+
+    def adapt(key, round_index, training, server, start, data):
+        near = Quadratic(trees(server.params), options.personal_penalty)
+        loss = plain_loss(task.model)
+        return minimise(key, round_index, start, data, training, loss, lambda v: near)[
+            0
+        ]
+
+    def client_update(key, round_index, server, client, data):
+        copy_key, own_key = jax.random.split(key)
+        output = shared.client_update(copy_key, round_index, server, (), data)
+        start, training = client.params, task.training
+        own = adapt(own_key, round_index, training, server, start, data)
+        return output._replace(client=client.trained(own))
+
+    def personalise(key, server, client, data):
+        return adapt(key, 0, task.finetuning, server, server.params, data)
+
+    return shared._replace(
+        name="ditto",
+        init_client=lambda key, server: OwnModel.of(server.params),
+        client_update=client_update,
+        personalise=personalise,
+        kept=lambda server, client: client.kept(),
+    )

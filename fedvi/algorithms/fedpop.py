@@ -1,0 +1,278 @@
+"""FedPop and FedSOUL: a random head for each client over a shared body.
+
+Kotelevskii, Vono, Moulines and Durmus, "FedPop: a Bayesian approach for personalised
+federated learning", NeurIPS 2022, whose first version was called FedSOUL.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithms.common import classification_loss, log_probabilities
+from fedvi.algorithms.partial_sharing import split
+from fedvi.algorithms.registry import builder
+from fedvi.distributions.draws import standard_normal_like
+from fedvi.flat import like_flats, trees
+from fedvi.local import LocalTraining, fold_minibatches
+from fedvi.options import Options, option
+
+__all__ = ["Client", "FedPop", "FedSOUL", "fedpop", "fedsoul"]
+
+
+class Client(NamedTuple):
+    """What a client keeps.
+
+    Attributes:
+      chain: last states of z_i, leaves `[samples, ...]`; the last is the current one.
+      updates: rounds taken part in.
+    """
+
+    chain: Any
+    updates: jax.Array
+
+
+class FedPop(Options):
+    """Options of `fedpop`."""
+
+    personal_part: str = option(
+        "head",
+        "Regular expression, found in the personalised weights' paths, such as "
+        "head/classifier/kernel or body/Dense_0/bias.",
+        source="the paper: the last layer",
+    )
+    sampler: Literal["sgld", "optimizer"] = option(
+        "optimizer",
+        "Of z. sgld: Langevin steps (the paper's); optimizer: that of the local "
+        "training on U/n, without noise (the public code, with Adam).",
+    )
+    sampler_steps: int = option(
+        10, "Steps of z on a visit, a minibatch each.", source="public code", at_least=1
+    )
+    samples: int = option(
+        5,
+        "Last states of z that are kept, for the loss of the shared weights and the "
+        "predictions to average over; at most sampler_steps.",
+        source="public code",
+        at_least=1,
+    )
+    body_steps: int = option(
+        5,
+        "Steps of the shared weights on a visit, a minibatch each.",
+        source="public code",
+        at_least=1,
+    )
+    sampler_step_size: float = option(
+        1e-4,
+        "γ of the Langevin steps; only with sampler=sgld. Below 2 over U's largest "
+        "second derivative, which grows with the client's data.",
+        above=0,
+        traced=True,
+    )
+    prior_std: float = option(
+        1.0,
+        "σ of the prior of z, fixed.",
+        source="public code: softplus(0.54)",
+        above=0,
+        traced=True,
+    )
+
+
+class FedSOUL(FedPop):
+    """Options of `fedsoul`."""
+
+    sampler: Literal["sgld", "optimizer"] = option(
+        "sgld", "Of z. As in `fedpop`.", source="the paper, Algorithm 1"
+    )
+
+
+@builder(FedPop)
+def fedpop(task: Task, options: FedPop) -> Algorithm:
+    """Builds FedPop.
+
+    The weights are shared φ and a client's own z_i ~ N(0, σ² I); with its potential
+      U(z) = ‖z‖² / 2σ² + Σ_j ℓ_j(φ, z)
+    (Σ_j estimated by n times a minibatch's mean) a client's visit is
+      z <- z - γ ∇U(z) + √(2γ) ξ, `sampler_steps` times (sgld), or the optimiser's
+        steps on U/n (optimizer), from where z stopped;
+      φ_i <- φ, `body_steps` steps of `task.training` on the mean of the losses under
+        the last `samples` z.
+    Server: φ <- φ + mean over the participants of (φ_i - φ); the public code instead
+    takes Adam's steps client by client, which is no function of a sum.
+
+    A client predicts with its `samples` z and the broadcast φ, an average over the
+    chain as in training; the public code takes the last z alone (`samples=1`). A client
+    that never took part runs a chain of as many minibatches as `task.finetuning` takes.
+    The global model has z where all chains start.
+
+    Metrics: `loss`, the mean over the steps of φ; `norm`, ‖z‖ at the end.
+
+    Raises:
+      ValueError: an option outside its range, more kept states than steps, or a split
+        that leaves no shared or no personalised weight.
+    """
+    return _build("fedpop", task, options)
+
+
+@builder(FedSOUL)
+def fedsoul(task: Task, options: FedSOUL) -> Algorithm:
+    """Builds FedSOUL: `fedpop` whose heads are drawn by Langevin steps, as published.
+
+    Raises:
+      ValueError: as `fedpop`.
+    """
+    return _build("fedsoul", task, options)
+
+
+def _build(name: str, task: Task, options: FedPop) -> Algorithm:
+    if options.samples > options.sampler_steps:
+        raise ValueError(
+            f"samples={options.samples} states of z do not come from "
+            f"sampler_steps={options.sampler_steps}: use fewer, or more steps"
+        )
+    model = split(task.model, options.personal_part)
+
+    def mean_loss(chain, shared, batch):
+        """Mean over the chain's states of a batch's loss."""
+
+        def one(z):
+            return classification_loss(model, {"personal": z, "shared": shared}, batch)
+
+        # The body, of which there is one, is computed once.
+        return jax.vmap(one)(chain).mean()
+
+    def sample(key, at, data, training, shared, chain):
+        potential = potential_of(
+            lambda z, batch: classification_loss(
+                model, {"personal": z, "shared": trees(shared)}, batch
+            ),
+            options.prior_std,
+            data,
+        )
+        return run_chain(key, at, data, training, potential, chain, options)
+
+    def init_client(key, server):
+        # All states are where the chain starts.
+        start = jax.tree.map(
+            lambda z: jnp.tile(z, (options.samples, *[1] * z.ndim)), server["personal"]
+        )
+        return Client(start, jnp.zeros((), jnp.int32))
+
+    def client_update(key, round_index, server, client, data):
+        sample_key, train_key = jax.random.split(key)
+        shared = trees(server["shared"])
+        visit = task.training._replace(steps=options.sampler_steps)
+        chain = sample(sample_key, round_index, data, visit, shared, client.chain)
+        optimizer = task.training.optimizer_at(round_index)
+
+        def step(key, carry, batch):
+            shared, moments, total = carry
+            value, gradient = jax.value_and_grad(mean_loss, 1)(
+                trees(chain), shared, batch
+            )
+            updates, moments = optimizer.update(gradient, moments, shared)
+            return optax.apply_updates(shared, updates), moments, total + value
+
+        start = shared, optimizer.init(shared), jnp.zeros(())
+        visit = task.training._replace(steps=options.body_steps)
+        learned, _, total = fold_minibatches(train_key, data, visit, step, start)
+        moved = optax.tree.sub(like_flats(learned, server["shared"]), server["shared"])
+        metrics = {
+            "loss": total / options.body_steps,
+            "norm": optax.tree.norm(_last(chain)),
+        }
+        return ClientOutput(moved, 1.0, Client(chain, client.updates + 1), metrics)
+
+    def server_update(key, round_index, server, aggregate):
+        shared = optax.tree.add(server["shared"], aggregate.mean())
+        return {**server, "shared": shared}
+
+    def global_predictive(key, server, x, mask):
+        return log_probabilities(model, server, x, mask)[None]
+
+    def personalise(key, server, client, data):
+        return sample(key, 0, data, task.finetuning, server["shared"], client.chain)
+
+    def personal_predictive(key, server, chain, x, mask):
+        def one(z):
+            params = {"personal": z, "shared": server["shared"]}
+            return log_probabilities(model, params, x, mask)
+
+        return jax.vmap(one)(chain)
+
+    return Algorithm(
+        name,
+        model.init,
+        client_update,
+        server_update,
+        global_predictive,
+        personalise,
+        personal_predictive,
+        init_client=init_client,
+        broadcast=lambda server: {**server, "personal": ()},
+        kept=lambda server, client: (client.updates > 0, client.chain),
+        global_model=False,
+    )
+
+
+def potential_of(loss, std, data):
+    """U/n as a minibatch estimates it, `(z, batch) -> scalar`.
+
+    Args:
+      loss: `(z, batch) -> scalar`, mean of the examples' losses.
+      std: σ of the prior.
+      data: one client's `ClientData`.
+    """
+
+    def potential(z, batch):
+        squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(z))
+        return loss(z, batch) + squares / (2 * std**2 * data.size)
+
+    return potential
+
+
+def run_chain(
+    key, round_index, data, training: LocalTraining, potential, chain, options
+):
+    """The chain's next states, a step a minibatch, from its last one.
+
+    Args:
+      key: typed PRNG key.
+      round_index: scalar, for the optimiser's rate.
+      data: one client's `ClientData`.
+      training: minibatches; the optimiser of sampler="optimizer".
+      potential: U/n, `(z, batch) -> scalar`, of the layers.
+      chain: z's last states, leaves `[samples, ...]`.
+      options: `FedPop`.
+    """
+    optimizer = training.optimizer_at(round_index)
+    langevin = options.sampler == "sgld"
+
+    def step(key, carry, batch):
+        chain, z, moments = carry
+        gradient = jax.grad(lambda z: potential(trees(z), batch))(z)
+        if langevin:
+            rate = options.sampler_step_size
+            noise = standard_normal_like(key, z)
+            updates = jax.tree.map(
+                lambda g, e: jnp.sqrt(2 * rate) * e - rate * data.size * g,
+                gradient,
+                noise,
+            )
+        else:
+            updates, moments = optimizer.update(gradient, moments, z)
+        z = optax.apply_updates(z, updates)
+        chain = jax.tree.map(
+            lambda c, one: jnp.concatenate([c[1:], one[None]]), chain, z
+        )
+        return chain, z, moments
+
+    z = _last(chain)
+    start = chain, z, () if langevin else optimizer.init(z)
+    return fold_minibatches(key, data, training, step, start)[0]
+
+
+def _last(chain):
+    return jax.tree.map(lambda states: states[-1], chain)
