@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
 
     def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """`[n, features]`, `[m, features]` -> `[n, m]`."""
-        centre = b.mean(axis=0, keepdims=True)  # far from 0 the squares cancel
+        centre = a.mean(axis=0, keepdims=True)  # far from 0 the squares cancel
         a, b = (a - centre) / self.lengthscale, (b - centre) / self.lengthscale
         products = jnp.matmul(a, b.T, precision="highest")
         squares = jnp.sum(a**2, 1)[:, None] + jnp.sum(b**2, 1)[None] - 2 * products
@@ -100,9 +100,7 @@ class _Level(NamedTuple):
     kappa: jax.Array
 
 
-def fit(
-    key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int
-) -> Fit:
+def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int) -> Fit:
     """Draws the ω of all levels, from f = 0 on.
 
     A step draws ω ~ PG(1, f) and f ~ N(Σκ, Σ), Σ = (K⁻¹ + Ω)⁻¹; what is returned is
@@ -156,7 +154,7 @@ def fit(
     return Fit(x, y, mask, omega)
 
 
-def log_probabilities(fit: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
+def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
     """`[m, classes]` log p(y | x), the mean over the chains at every node.
 
     Given ω, f(x) is normal: its mean is kᵀ(K + Ω⁻¹)⁻¹Ω⁻¹κ, its variance
@@ -165,12 +163,12 @@ def log_probabilities(fit: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
     comes goes that way (Laplace's rule), and without examples one half.
 
     Args:
-      fit: of `fit`; a gradient flows to its x and to the kernel.
+      found: of `fit`; a gradient flows to its x and to the kernel.
       tree: likewise.
       kernel: likewise.
       x: `[m, features]`.
     """
-    gram, cross = kernel(fit.x, fit.x), kernel(fit.x, x)
+    gram, cross = kernel(found.x, found.x), kernel(found.x, x)
     points, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE)
     points = jnp.asarray(points, jnp.float32)[:, None, None]
     log_weights = jnp.asarray(np.log(weights / weights.sum()), jnp.float32)
@@ -178,7 +176,7 @@ def log_probabilities(fit: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
     @jax.checkpoint  # or all levels' factors are kept for the gradient
     def level(inputs):
         node, right, omega = inputs
-        members = _level(tree, node, right, fit.y, fit.mask)
+        members = _level(tree, node, right, found.y, found.mask)
         k = _blocks(gram, members)
 
         def chain(omega):
@@ -214,7 +212,7 @@ def log_probabilities(fit: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
         way = jnp.where(right[None], right_way[:, node], left_way[:, node])
         return jnp.where((node >= 0)[None], way, 0.0)
 
-    levels = jnp.asarray(tree.node), jnp.asarray(tree.right), fit.omega
+    levels = jnp.asarray(tree.node), jnp.asarray(tree.right), found.omega
     return jax.lax.map(level, levels).sum(axis=0)
 
 
