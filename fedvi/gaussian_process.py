@@ -14,6 +14,7 @@ block-diagonal: a tree costs a Cholesky factor a level, not a node.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -127,7 +128,7 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
         key, node, right = inputs
         members = _level(tree, node, right, y, mask)
         k = _blocks(gram, members)
-        prior = jnp.linalg.cholesky(k)
+        prior = _lapack(jnp.linalg.cholesky)(k)
 
         def chain(key):
             def step(key, f):
@@ -139,8 +140,7 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
                 root = jnp.sqrt(omega)
                 # A draw of the prior, moved to agree with the data (Matheron).
                 left = members.kappa / root - root * f0 - noise
-                solved = jax.scipy.linalg.cho_solve((_factor(k, root), True), left)
-                return f0 + k @ (root * solved)
+                return f0 + k @ (root * _solve(_scaled(k, root), left[:, None])[:, 0])
 
             step_keys = jax.random.split(key, steps + 1)
             f = jnp.zeros_like(members.kappa)
@@ -182,13 +182,12 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
         def chain(omega):
             """`[m, nodes]` log p(right), log p(left), of one draw."""
             root = jnp.sqrt(omega)
-            both = jnp.concatenate(
-                [root[:, None] * cross, (members.kappa / root)[:, None]], axis=1
-            )
-            both = jax.scipy.linalg.solve_triangular(_factor(k, root), both, lower=True)
-            v, targets = both[:, :-1], both[:, -1:]
-            mean = (v * targets).T @ members.member
-            variance = kernel.outputscale - (v**2).T @ members.member
+            across = root[:, None] * cross
+            both = jnp.concatenate([across, (members.kappa / root)[:, None]], axis=1)
+            solved = _solve(_scaled(k, root), both)
+            mean = (across * solved[:, -1:]).T @ members.member
+            explained = (across * solved[:, :-1]).T @ members.member
+            variance = kernel.outputscale - explained
             f = mean[None] + jnp.sqrt(jnp.maximum(variance, 1e-6))[None] * points
             return tuple(
                 jax.nn.logsumexp(
@@ -229,9 +228,43 @@ def _blocks(gram: jax.Array, level: _Level) -> jax.Array:
     return gram * same + _JITTER * jnp.eye(len(gram))
 
 
-def _factor(k: jax.Array, root: jax.Array) -> jax.Array:
-    """The Cholesky factor of I + Ω^½ K Ω^½, whose eigenvalues are 1 and more."""
-    return jnp.linalg.cholesky(jnp.eye(len(k)) + root[:, None] * k * root[None])
+def _scaled(k: jax.Array, root: jax.Array) -> jax.Array:
+    """I + Ω^½ K Ω^½, whose eigenvalues are 1 and more."""
+    return jnp.eye(len(k)) + root[:, None] * k * root[None]
+
+
+@jax.custom_vjp
+def _solve(b: jax.Array, right: jax.Array) -> jax.Array:
+    """b⁻¹ right of a symmetric b; no gradient of its factor is needed."""
+
+    def solve(b, right):
+        return jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(b), True), right)
+
+    return _lapack(solve)(b, right)
+
+
+def _solve_forward(b, right):
+    solved = _solve(b, right)
+    return solved, (b, solved)
+
+
+def _solve_backward(saved, cotangent):
+    b, solved = saved
+    back = _solve(b, cotangent)
+    return -back @ solved.T, back
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
+def _lapack(function: Callable) -> Callable:
+    """`function`, under `vmap` on CPU for one matrix after another.
+
+    LAPACK's batches there are cut up among the threads that run the devices: with two
+    devices on two cores those of jaxlib 0.10.2 wait for each other for ever.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.custom_batching.sequential_vmap(function) if on_cpu else function
 
 
 def _check_memory(examples: int, chains: int) -> None:
