@@ -2,6 +2,7 @@
 
 from fedvi.algorithms.bpfed import bpfed
 from fedvi.algorithms.cfedbayes import cfedbayes
+from fedvi.algorithms.cfl import cfl
 from fedvi.algorithms.common import plain_loss, point_estimate, train_from
 from fedvi.algorithms.ditto import ditto
 from fedvi.algorithms.dsvgd import dsvgd
@@ -16,6 +17,7 @@ from fedvi.algorithms.fedhb_niw import fedhb_niw
 from fedvi.algorithms.fedpa import fedpa
 from fedvi.algorithms.fedpop import fedpop, fedsoul
 from fedvi.algorithms.fedprox import fedprox
+from fedvi.algorithms.fesem import fesem
 from fedvi.algorithms.fola import fola
 from fedvi.algorithms.heurfedamp import heurfedamp
 from fedvi.algorithms.ifca import ensemble, ifca
@@ -46,6 +48,7 @@ __all__ = [
     "builder",
     "centralised",
     "cfedbayes",
+    "cfl",
     "ditto",
     "dsvgd",
     "ensemble",
@@ -63,6 +66,7 @@ __all__ = [
     "fedprox",
     "fedrep",
     "fedsoul",
+    "fesem",
     "find",
     "fola",
     "heurfedamp",
@@ -116,6 +120,8 @@ for _builder in (
     ifca,
     ensemble,
     fedem,
+    fesem,
+    cfl,
     local_only,
     centralised,
 ):

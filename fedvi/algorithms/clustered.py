@@ -142,11 +142,13 @@ class Members(NamedTuple):
       models: leaves `[clusters, ...]`, of which the first `count` are in use.
       cluster: [total] int32, of every client; -1: not known. A client gets its own.
       count: [] int32.
+      scale: [] of CFL, the largest norm of an update in round 0; 0 before.
     """
 
     models: Any
     cluster: jax.Array
     count: jax.Array
+    scale: jax.Array
 
 
 def with_members(
@@ -170,7 +172,9 @@ def with_members(
     def init(key):
         params = task.model.init(key)
         models = jax.tree.map(lambda leaf: jnp.stack([leaf] * clusters), params)
-        return Members(models, jnp.full(task.ids, -1, jnp.int32), jnp.int32(1))
+        return Members(
+            models, jnp.full(task.ids, -1, jnp.int32), jnp.int32(1), jnp.zeros(())
+        )
 
     def unicast(server, client_id):
         return server._replace(cluster=server.cluster[client_id])

@@ -1,0 +1,109 @@
+"""FeSEM: clients and centres in the space of weights, by expectation-maximisation.
+
+Xie et al., "Multi-center federated learning" (2020); Long et al., WWWJ 2023.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedvi.algorithm import Algorithm, Task
+from fedvi.algorithms.clustered import Clusters, at, with_members
+from fedvi.algorithms.registry import builder
+
+__all__ = ["FeSEM", "fesem", "nearest", "spread"]
+
+LLOYD = 5  # steps of the first centres
+
+
+class FeSEM(Clusters):
+    """Options of `fesem`."""
+
+
+@builder(FeSEM)
+def fesem(task: Task, options: FeSEM) -> Algorithm:
+    """Builds FeSEM.
+
+    Client: trains from the centre that it is assigned to, θ_i from c_{k_i}.
+    Server: k_i = argmin_k ‖θ_i - c_k‖², c_k <- mean of the cohort's θ_i with k_i = k,
+    unweighted; a centre without members stays as it is.
+    The paper leaves the first centres open: equal ones would never separate, and of
+    independent networks all clients are nearest to that which they started from. All
+    start equal here; the first cohort's models make the centres: farthest first, then
+    Lloyd's steps. A client whose cluster is not known takes the centre of the least
+    training loss.
+
+    Metrics: `loss`, the mean over the local steps; `clusters`, centres in use.
+
+    Raises:
+      ValueError: more clusters than clients.
+    """
+    options.check_clients(task)
+
+    def server_update(round_index, server, aggregate):
+        started = at(server.models, aggregate.uploads["cluster"])
+        models = optax.tree.add(started, aggregate.uploads["moved"])
+        real = aggregate.weight > 0
+
+        def lloyd(_, centres):
+            return means(models, real, nearest(models, centres), centres)
+
+        first = jax.lax.cond(
+            server.count < options.clusters,
+            lambda: jax.lax.fori_loop(
+                0, LLOYD, lloyd, spread(models, real, server.models)
+            ),
+            lambda: server.models,
+        )
+        cluster = nearest(models, first)
+        centres = means(models, real, cluster, first)
+        # An id out of range is dropped.
+        ids = jnp.where(real, aggregate.client_ids, len(server.cluster))
+        noted = server.cluster.at[ids].set(cluster, mode="drop")
+        return server._replace(
+            models=centres, cluster=noted, count=jnp.int32(options.clusters)
+        )
+
+    return with_members("fesem", task, options.clusters, server_update)
+
+
+def distances(models, centre):
+    """[cohort] ‖θ_i - c‖² of leaves `[cohort, ...]`."""
+    parts = jax.tree.map(
+        lambda m, c: ((m - c[None]) ** 2).reshape(len(m), -1).sum(1), models, centre
+    )
+    return sum(jax.tree.leaves(parts))
+
+
+def nearest(models, centres):
+    """[cohort] int32 argmin_k ‖θ_i - c_k‖²."""
+    every = jax.lax.map(lambda centre: distances(models, centre), centres)
+    return jnp.argmin(every, axis=0).astype(jnp.int32)
+
+
+def means(models, real, cluster, centres):
+    """The centres moved to the mean of their real members; those without stay."""
+
+    def mean(own):
+        k, centre = own
+        member = (cluster == k) & real
+        share = member / jnp.maximum(member.sum(), 1)
+        moved = jax.tree.map(lambda m: jnp.tensordot(share, m, 1), models)
+        return optax.tree.where(member.any(), moved, centre)
+
+    numbers = jnp.arange(len(jax.tree.leaves(centres)[0]))
+    return jax.lax.map(mean, (numbers, centres))
+
+
+def spread(models, real, centres):
+    """First centres, farthest first: each the model farthest from those before it."""
+
+    def place(k, carry):
+        centres, least = carry
+        chosen = at(models, jnp.argmax(jnp.where(real, least, -1.0)))
+        centres = jax.tree.map(lambda c, m: c.at[k].set(m), centres, chosen)
+        return centres, jnp.minimum(least, distances(models, chosen))
+
+    start = (centres, jnp.full(real.shape, jnp.inf))
+    clusters = len(jax.tree.leaves(centres)[0])
+    return jax.lax.fori_loop(0, clusters, place, start)[0]
