@@ -25,6 +25,7 @@ from fedvi.algorithms.parallel_dsvgd import parallel_dsvgd
 from fedvi.algorithms.partial_sharing import fedper, fedrep, lg_fedavg
 from fedvi.algorithms.perfedavg import perfedavg
 from fedvi.algorithms.pfedbayes import pfedbayes
+from fedvi.algorithms.pfedgp import pfedgp
 from fedvi.algorithms.pfedme import pfedme
 from fedvi.algorithms.pfnm import pfnm
 from fedvi.algorithms.references import centralised, local_only
@@ -78,6 +79,7 @@ __all__ = [
     "parallel_dsvgd",
     "perfedavg",
     "pfedbayes",
+    "pfedgp",
     "pfedme",
     "pfnm",
     "plain_loss",
@@ -96,6 +98,7 @@ for _builder in (
     pfedme,
     perfedavg,
     heurfedamp,
+    pfedgp,
     pfnm,
     scaffold,
     feddyn,

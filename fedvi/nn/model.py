@@ -41,6 +41,13 @@ def _no_local_draws(*_, **__) -> jax.Array:
     )
 
 
+def _no_features(*_, **__) -> jax.Array:
+    raise ValueError(
+        "Model.features is not given: build the model with from_flax, whose head is a "
+        "layer that is called"
+    )
+
+
 def _no_other_groups(_) -> "Model":
     raise ValueError(
         "Model.regrouped is not given: build the model with from_flax to share other "
@@ -74,6 +81,9 @@ class Model(NamedTuple):
     # regrouped(group_of): the same model with other groups than body and head;
     # group_of: path of a weight, such as "head/classifier/kernel" -> its group's name
     regrouped: Callable[[Callable[[str], str]], "Model"] = _no_other_groups
+    # features(params, x, mask=None) -> what the head is given, [batch, ...]; params may
+    # lack the head
+    features: Callable[..., jax.Array] = _no_features
 
 
 def from_flax(
@@ -163,6 +173,21 @@ def from_flax(
         variables = {"params": weights_of(params)}
         return module.apply(variables, x, **options_of(mask)).astype(jnp.float32)
 
+    def features(
+        params: Params, x: jax.Array, mask: jax.Array | None = None
+    ) -> jax.Array:
+        given = []
+
+        def stop_at_head(call, arguments, keywords, context):
+            if context.module.path and context.module.path[0] in heads:
+                given.extend(arguments[:1])
+                return arguments[0]
+            return call(*arguments, **keywords)
+
+        with nn.intercept_methods(stop_at_head):
+            apply(params, x, mask)
+        return given[0].astype(jnp.float32) if given else _no_features()
+
     def apply_local(
         key: jax.Array,
         mean: Params,
@@ -220,6 +245,7 @@ def from_flax(
             logits.shape[-1],
             apply_local,
             regrouped=regrouped,
+            features=features,
         )
 
     return grouped(lambda path: path.split("/")[0], ("body", "head"))
@@ -259,9 +285,15 @@ def preprocessed(model: Model, preprocess: Callable[[jax.Array], jax.Array]) -> 
     ) -> jax.Array:
         return model.apply_local(key, mean, scale, preprocess(x), mask)
 
+    def features(
+        params: Params, x: jax.Array, mask: jax.Array | None = None
+    ) -> jax.Array:
+        return model.features(params, preprocess(x), mask)
+
     return model._replace(
         apply=apply,
         apply_local=apply_local,
+        features=features,
         with_classes=lambda classes: preprocessed(
             model.with_classes(classes), preprocess
         ),

@@ -248,6 +248,8 @@ def test_prediction_sets_cover_what_they_should(federation, run):
             worst = figures["client"]["worst_client"]
             assert worst >= 1 - level - error * np.sqrt(7), (kind, score)
         # Sets are no larger than they need be, where scores have no ties.
+        if kind == "global" and not federation.algorithm.global_model:
+            continue  # it may be uniform
         assert found.figures["lac"]["global"]["coverage_micro"] < 1 - level + 2 * error
 
 

@@ -1,0 +1,175 @@
+"""pFedGP: a shared embedding, and on it a Gaussian process of every client's own.
+
+Achituve, Shamsian, Navon, Chechik and Fetaya, "Personalized federated learning with
+Gaussian processes", NeurIPS 2021 (pFedGP-full, without inducing points).
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithms.common import point_estimate
+from fedvi.algorithms.registry import builder
+from fedvi.flat import trees
+from fedvi.gaussian_process import Kernel, balanced_tree, fit, log_probabilities
+from fedvi.local import LocalTraining, Quadratic, minimise
+from fedvi.nn import parameter_count
+from fedvi.options import Options, option
+
+__all__ = ["PFedGP", "pfedgp"]
+
+
+class PFedGP(Options):
+    """Options of `pfedgp`."""
+
+    outputscale: float = option(
+        8.0, "Variance of the latent functions.", source="paper", above=0, traced=True
+    )
+    lengthscale: float = option(
+        1.0,
+        "Of the kernel, in distances of the embedding.",
+        source="paper",
+        above=0,
+        traced=True,
+    )
+    gibbs_steps: int = option(5, "Of a chain.", source="public code", at_least=1)
+    train_chains: int = option(
+        20, "Gibbs chains in training.", source="public code", at_least=1
+    )
+    predict_chains: int = option(
+        30,
+        "Gibbs chains of a prediction.",
+        source="public code",
+        at_least=1,
+        evaluation="rows",
+    )
+    whole_data: bool = option(
+        True,
+        "A step sees all of a client's data, so that an epoch is one step; otherwise a "
+        "minibatch.",
+        source="public code",
+    )
+    gp_weight_decay: float = option(
+        1e-3,
+        "Weight decay of the embedding.",
+        source="public code",
+        at_least=0,
+        traced=True,
+    )
+    gp_clip: float = option(
+        50.0,
+        "Norm of the gradient at most.",
+        source="public code",
+        above=0,
+        traced=True,
+    )
+
+
+@builder(PFedGP)
+def pfedgp(task: Task, options: PFedGP) -> Algorithm:
+    """Builds pFedGP.
+
+    The network without its head embeds an example; `fedvi.gaussian_process` classifies
+    the embedded examples of one client: k(a, b) = outputscale · exp(-‖a - b‖² / 2ℓ²) on
+    a balanced tree of the classes (the public code clusters each client's classes).
+
+    Client: the data of a step fall into random halves S and Q, and the network descends
+    -1/|Q| Σ_{j in Q} log p(y_j | x_j, S). The Pólya-Gamma variables drawn given S are
+    constants in the gradient, which leaves out how their distribution depends on the
+    network (the paper's estimator; the score's term is noisy).
+    Server: the uniform mean of the networks, as differences.
+    Prediction: a client's process on all of its training data, embedded by the shared
+    network; nothing is fine-tuned. A class that it has no examples of gets what
+    Laplace's rule leaves (the paper's tree has no such class). There is no global
+    model: `global_predictive` is uniform.
+
+    Server state: `{"body": ...}`. Metrics: `loss`, the mean of the loss over the steps.
+    `task.finetuning` is not used.
+
+    Raises:
+      ValueError: an option outside its range, a model without a body or without
+        `features`, or a client of more examples than memory holds kernels of.
+    """
+    model, tree = task.model, balanced_tree(task.model.classes)
+    kernel = Kernel(options.outputscale, options.lengthscale)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    if not parameter_count(shapes["body"]):
+        raise ValueError(
+            f"model={model.name!r} has no body, which is all that pfedgp trains: use a "
+            "model with hidden layers"
+        )
+
+    def embed(server, x, mask=None):
+        return model.features(server, x, mask).reshape(len(x), -1)
+
+    def classify(key, x, y, mask, chains):
+        steps = options.gibbs_steps
+        return fit(key, tree, kernel, x, y, mask, chains=chains, steps=steps)
+
+    def loss(key, server, batch):
+        embedded = embed(server, batch.x, batch.mask)
+        # A minibatch is in random order, the real examples first.
+        parts = embedded, batch.y, batch.mask
+        support, (x, y, mask) = (tuple(p[i::2] for p in parts) for i in (0, 1))
+        found = classify(key, *support, options.train_chains)
+        found = found._replace(x=support[0])  # with its gradient
+        log_probs = log_probabilities(found, tree, kernel, x)
+        own = jnp.take_along_axis(log_probs, y[:, None], axis=1)[:, 0]
+        return -jnp.where(mask, own, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+    def init(key):
+        return {"body": model.init(key)["body"]}
+
+    def client_update(key, round_index, server, client, data):
+        training = _clipped(task.training, options.gp_clip)
+        if options.whole_data:
+            training = training._replace(batch_size=len(data.y))
+        zeros = jax.tree.map(jnp.zeros_like, trees(server))
+        decay = Quadratic(zeros, options.gp_weight_decay)
+        body, value = minimise(
+            key, round_index, server, data, training, loss, lambda _: decay
+        )
+        return ClientOutput(optax.tree.sub(body, server), 1.0, (), {"loss": value})
+
+    def server_update(key, round_index, server, aggregate):
+        return optax.tree.add(server, aggregate.mean())
+
+    def personalise(key, server, client, data):
+        mask = jnp.arange(len(data.y)) < data.size
+        # What padding holds, a NaN say, would reach the rest through the mask.
+        x, y = (
+            jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros((), a.dtype))
+            for a in (data.x, data.y)
+        )
+        x = embed(server, x, mask)
+        return classify(key, x, y, mask, options.predict_chains)
+
+    def personal_predictive(key, server, found, x, mask):
+        return log_probabilities(found, tree, kernel, embed(server, x, mask))[None]
+
+    def global_predictive(key, server, x, mask):
+        return jnp.full((1, len(x), model.classes), -jnp.log(float(model.classes)))
+
+    return point_estimate(
+        "pfedgp",
+        task,
+        params_of=lambda server: server,
+        init=init,
+        client_update=client_update,
+        server_update=server_update,
+        personalise=personalise,
+        personal_predictive=personal_predictive,
+        global_predictive=global_predictive,
+        global_model=False,
+    )
+
+
+def _clipped(training: LocalTraining, most) -> LocalTraining:
+    """The same training, its gradients' norm bounded."""
+
+    def optimizer(rate):
+        inner = training._replace(learning_rate=rate).optimizer_at(0)
+        return optax.chain(optax.clip_by_global_norm(most), inner)
+
+    return training._replace(optimizer=optimizer)
