@@ -116,7 +116,11 @@ def unless_zero(momentum):
 
 
 def check_stable(
-    training: LocalTraining, curvature, term: str, chased: bool = False
+    training: LocalTraining,
+    curvature,
+    term: str,
+    chased: bool = False,
+    otherwise: str = "use optimizer='adam'",
 ) -> None:
     """Refuses a term of a loss that SGD at this learning rate does not follow.
 
@@ -135,6 +139,7 @@ def check_stable(
       curvature: c, the term's largest second derivative at the start.
       term: what the user set, for the message: "zeta=10.0".
       chased: whether c is between two variables that move in turn.
+      otherwise: what else a user can do, for the message.
 
     Raises:
       ValueError: lr c >= 2 (1 + β), or 2 (1 - β) where two variables move.
@@ -152,7 +157,7 @@ def check_stable(
             f"{term} has a curvature of {float(curvature):.3g}, on which SGD with "
             f"momentum={training.momentum} diverges from learning_rate={most:.3g} on, "
             f"2 (1 {sign} momentum) / curvature: learning_rate={float(rate):.3g} must "
-            "be smaller, or use optimizer='adam'"
+            f"be smaller, or {otherwise}"
         )
 
 

@@ -49,8 +49,8 @@ class CFL(Options):
         "absolute",
         "What eps1 and eps2 are compared with. absolute: the norms, which grow with "
         "the network, the rate and the local steps; relative: their quotients by the "
-        "largest norm of an update in round 0, for which eps1=0.2 with eps2=0.6 is a "
-        "start.",
+        "largest norm of an update in round 0, of which no values suit all problems "
+        "either: look at how `clusters` grows, and on what does not differ.",
         source="absolute: the paper",
     )
 

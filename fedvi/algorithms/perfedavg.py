@@ -39,7 +39,8 @@ class PerFedAvg(Options):
     )
     difference: float = option(
         1e-3,
-        "δ of hessian_free: how far, in gradients, the two points lie on either side.",
+        "δ of hessian_free: how far, in gradients, the two points lie on either side. "
+        "A ReLU that switches between them adds its jump over 2δ.",
         above=0,
         traced=True,
     )
@@ -53,7 +54,7 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
       F(w) = f(w'; B'),  w' = w - α ∇f(w; B)
       ∇F = (I - α ∇²f(w; B)) ∇f(w'; B')
     on the even examples B and the odd ones B' of every minibatch (the paper draws
-    three; with ∇² on B it is the gradient of the mean of F over both halves).
+    three; with ∇² on B too it is exactly the gradient of this F).
     first_order: ∇f(w'; B'); hessian_free: ∇²f(w) g as
     (∇f(w + δ g) - ∇f(w - δ g)) / 2δ. Server: uniform mean.
     Personalisation: `task.finetuning` from w (in the paper one step of rate α).

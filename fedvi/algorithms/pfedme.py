@@ -71,7 +71,9 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
     """
     plain = task.training._replace(optimizer="sgd", momentum=0.0)
     weight = options.personal_penalty
-    check_stable(plain, weight, f"personal_penalty={weight}")
+    term = f"personal_penalty={weight}"
+    # w makes plain steps whatever the optimiser of θ is.
+    check_stable(plain, weight, term, otherwise="give a smaller personal_penalty")
     loss = plain_loss(task.model)
 
     def envelope(key, round_index, params, data):

@@ -93,9 +93,26 @@ def test_pfedme_descends_the_moreau_envelope(optimizer):
     np.testing.assert_allclose(moved, -0.02 * gradient, rtol=1e-3)
 
 
+def test_pfedme_stays_near_its_moving_w():
+    """Three minibatches: θ goes on from where it was, near w_i and not near itself."""
+    task = task_of(quadratic_model(), epochs=3, learning_rate=0.1)
+    algorithm = pfedme(task, personal_penalty=5.0, personal_steps=2)
+    server = algorithm.init(KEY)
+    client = algorithm.init_client(KEY, server)
+    output = algorithm.client_update(KEY, 0, server, client, one_client())
+    theta = w = np.zeros(2)
+    for _ in range(3):
+        for _ in range(2):
+            theta = theta - 0.1 * CURVATURES * (theta - CENTRE)
+            theta = (theta + 0.1 * 5 * w) / (1 + 0.1 * 5)
+        w = w - 0.1 * 5 * (w - theta)
+    np.testing.assert_allclose(output.client.params["body"]["w"], theta, rtol=1e-5)
+    np.testing.assert_allclose(output.upload["body"]["w"], w, rtol=1e-5)
+
+
 def test_a_step_of_w_that_would_diverge_is_refused(task):
-    training = task.training._replace(learning_rate=0.2)
-    with pytest.raises(ValueError, match="personal_penalty=15.0 has a curvature of 15"):
+    training = task.training._replace(learning_rate=0.2, optimizer="adam")
+    with pytest.raises(ValueError, match="smaller, or give a smaller personal_penalty"):
         pfedme(task._replace(training=training))
 
 
@@ -166,3 +183,15 @@ def test_heurfedamp_of_the_own_model_alone_is_local_training(task, train):
         alone,
     )
     assert list(server.updates) == [2, 1, *[0] * 5]
+
+
+def test_who_failed_keeps_the_model_that_the_server_has(task):
+    algorithm = heurfedamp(task._replace(total=3))
+    server = algorithm.init(KEY)
+    server = server._replace(models=server.models + 1.0, updates=jnp.array([1, 1, 0]))
+    moved = jax.tree.map(lambda leaf: jnp.ones((2, *leaf.shape)), server.cloud)
+    stacked = StackedAggregate(moved, jnp.array([1.0, 0]), jnp.array([0, 1]), 1, 3)
+    after = algorithm.server_update(KEY, 0, server, stacked)
+    np.testing.assert_allclose(after.models[0], 2.0, rtol=1e-6)
+    np.testing.assert_array_equal(after.models[1:], server.models[1:])
+    assert list(after.updates) == [2, 1, 0]
