@@ -8,6 +8,7 @@ from fedvi.distributions import polya_gamma
 from fedvi.gaussian_process import (
     Fit,
     Kernel,
+    _solve,
     balanced_tree,
     fit,
     log_probabilities,
@@ -82,6 +83,7 @@ def test_gibbs_chains_reach_the_posterior():
     std = np.sqrt(8 - k[2, :2] @ across)
     new = expit((f @ across)[:, None] + std * GRID) @ WEIGHTS
     expected = (weight * new).sum() / weight.sum()
+    omega = weight @ (np.tanh(f / 2) / (2 * f)) / weight.sum()
 
     tree = balanced_tree(2)
 
@@ -89,9 +91,27 @@ def test_gibbs_chains_reach_the_posterior():
     def ours(key):
         given = jnp.float32(x[:2]), jnp.asarray(y), jnp.ones(2, bool)
         found = fit(key, tree, KERNEL, *given, chains=4000, steps=40)
-        return log_probabilities(found, tree, KERNEL, jnp.float32(x[2:]))
+        new = log_probabilities(found, tree, KERNEL, jnp.float32(x[2:]))
+        return jnp.exp(new[0, 1]), found.omega.mean((0, 1))
 
-    assert float(jnp.exp(ours(KEY))[0, 1]) == pytest.approx(expected, abs=0.01)
+    probability, drawn = ours(KEY)
+    assert float(probability) == pytest.approx(expected, abs=0.01)
+    # Four standard errors: PG(1, 0) has the largest variance, 1/24.
+    np.testing.assert_allclose(drawn, omega, atol=4 * np.sqrt(1 / 24 / 4000))
+
+
+def test_a_solution_has_its_gradient():
+    rng = np.random.default_rng(1)
+    root = rng.normal(size=(5, 5)).astype(np.float32)
+    given = jnp.asarray(np.eye(5, dtype=np.float32) + root @ root.T), root[:, :3]
+
+    def gradient(solve):
+        return jax.jit(jax.grad(lambda *ab: jnp.sin(solve(*ab)).sum(), argnums=(0, 1)))(
+            *given
+        )
+
+    for ours, theirs in zip(gradient(_solve), gradient(jnp.linalg.solve)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_nodes_of_a_level_know_nothing_of_each_other(points, four):
