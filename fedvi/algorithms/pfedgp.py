@@ -46,8 +46,8 @@ class PFedGP(Options):
     )
     whole_data: bool = option(
         True,
-        "A step sees all of a client's data, so that an epoch is one step: give several "
-        "epochs; otherwise a minibatch.",
+        "A step sees all of a client's data, so that an epoch is one step: give "
+        "several epochs; otherwise a minibatch.",
         source="public code",
     )
     gp_weight_decay: float = option(
