@@ -47,7 +47,8 @@ def feddyn(task: Task, options: FedDyn) -> Algorithm:
 
     Client: θ_i = argmin f_i(θ) - <h_i, θ> + α/2 ‖θ - θ^t‖², by `task.training` from
     θ^t, then h_i <- h_i - α (θ_i - θ^t), which is ∇f_i(θ_i) at the minimum.
-    Server: h <- h - α/N Σ_{i∈S} (θ_i - θ^t), θ^{t+1} = mean_{i∈S} θ_i - h/α.
+    Server: h <- h - α/N Σ_{i∈S} (θ_i - θ^t), θ^{t+1} = mean_{i∈S} θ_i - h/α, from what
+    arrived: under a codec that rounds, h is not quite the mean of the h_i.
     At rest all θ_i are θ, so that h = mean_i ∇f_i(θ) = 0: a stationary point of the
     mean of the f_i, where FedAvg's is another. All clients weigh the same.
 

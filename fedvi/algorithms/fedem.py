@@ -112,6 +112,12 @@ def fedem(task: Task, options: FedEM) -> Algorithm:
         own, _ = fit(key, 0, server.components, q, data, task.finetuning)
         return Server(own, pi)
 
+    def server_update(key, round_index, server, aggregate):
+        new = optax.tree.add(server, aggregate.mean())
+        # Rounding, a codec's above all, may take a share that vanishes below 0.
+        weights = jnp.maximum(new.weights, 0)
+        return new._replace(weights=weights / weights.sum())
+
     def predict(components, pi, x, mask):
         def one(params):
             return log_probabilities(task.model, params, x, mask)
@@ -128,9 +134,7 @@ def fedem(task: Task, options: FedEM) -> Algorithm:
         init=init,
         init_client=lambda key, server: uniform(),
         client_update=client_update,
-        server_update=lambda key, round_index, server, aggregate: optax.tree.add(
-            server, aggregate.mean()
-        ),
+        server_update=server_update,
         global_predictive=lambda key, server, x, mask: predict(*server, x, mask),
         personalise=personalise,
         personal_predictive=personal_predictive,

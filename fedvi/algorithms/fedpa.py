@@ -82,23 +82,25 @@ def fedpa(task: Task, options: FedPA) -> Algorithm:
     def client_update(key, round_index, server, client, data):
         steps, window, count = windows(data)
 
+        start = trees(server.params)
+
         def add(step, params, sums):
             back = (steps - 1 - step) // window  # 0 is the last window
             place = jnp.where(back < count, back, options.samples)
 
-            def into(s, p):
-                return s.at[place].add(p / window, mode="drop")
+            # Differences: of the weights themselves little is left of a short visit.
+            def into(s, p, p0):
+                return s.at[place].add((p - p0) / window, mode="drop")
 
-            return jax.tree.map(into, sums, params)
+            return jax.tree.map(into, sums, params, start)
 
-        start = trees(server.params)
         zeros = jax.tree.map(lambda p: jnp.zeros((options.samples, *p.shape)), start)
         loss = plain_loss(task.model)
         params, samples, value = iterates(
             key, round_index, server.params, data, task.training, loss, add, zeros
         )
         present = (jnp.arange(options.samples) < count).astype(jnp.float32)
-        moved = precision_times(options.shrinkage, samples, present, start)
+        moved = precision_times(options.shrinkage, samples, present)
         plain = optax.tree.sub(params, server.params)
         burning = round_index < options.burn_in_rounds
         upload = optax.tree.where(burning, plain, like_flats(moved, plain))
@@ -108,8 +110,9 @@ def fedpa(task: Task, options: FedPA) -> Algorithm:
     return fedavg_of(task, options)._replace(name="fedpa", client_update=client_update)
 
 
-def precision_times(rho, samples, present, start):
-    """Σ̂⁻¹ (x̄ - start) of n samples; the d × d matrix is never made.
+def precision_times(rho, samples, present):
+    """Σ̂⁻¹ x̄ of n samples, given as differences to where they shall be seen from; the
+    d × d matrix is never made.
 
     With U the centred samples `[n, d]`, S = Uᵀ U / (n - 1), it is Σ̂ = ρ_n (I + ρ Uᵀ U)
     and by Woodbury
@@ -121,7 +124,6 @@ def precision_times(rho, samples, present, start):
       rho: ρ.
       samples: pytree, leaves `[most, ...]`.
       present: [most] 1 for the n >= 1 that there are, 0 for the others.
-      start: pytree without the leading axis.
     """
     n = present.sum()
 
@@ -133,15 +135,14 @@ def precision_times(rho, samples, present, start):
         return jax.tree.reduce(jnp.add, jax.tree.map(part, a, b))
 
     mean = jax.tree.map(lambda s: jnp.tensordot(present, s, 1) / n, samples)
-    moved = optax.tree.sub(mean, start)
     centred = jax.tree.map(
         lambda s, m: (s - m[None]) * present.reshape(-1, *[1] * m.ndim), samples, mean
     )
     gram = jnp.eye(len(present)) + rho * inner(centred, centred)
-    along = inner(centred, jax.tree.map(lambda v: v[None], moved))[:, 0]
+    along = inner(centred, jax.tree.map(lambda v: v[None], mean))[:, 0]
     weights = rho * jnp.linalg.solve(gram, along)
     return jax.tree.map(
         lambda v, u: (1 + (n - 1) * rho) * (v - jnp.tensordot(weights, u, 1)),
-        moved,
+        mean,
         centred,
     )

@@ -133,6 +133,14 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
             f"sampler_steps={options.sampler_steps}: use fewer, or more steps"
         )
     model = split(task.model, options.personal_part)
+    adapting = task.finetuning
+    if adapting.epochs:
+        # A newcomer's chain has copies of its start, of which none shall be left: an
+        # epoch is at least one step.
+        adapting = adapting._replace(
+            epochs=max(adapting.epochs, options.samples),
+            steps=adapting.steps and max(adapting.steps, options.samples),
+        )
 
     def mean_loss(chain, shared, batch):
         """Mean over the chain's states of a batch's loss."""
@@ -193,7 +201,7 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
         return log_probabilities(model, server, x, mask)[None]
 
     def personalise(key, server, client, data):
-        return sample(key, 0, data, task.finetuning, server["shared"], client.chain)
+        return sample(key, 0, data, adapting, server["shared"], client.chain)
 
     def personal_predictive(key, server, chain, x, mask):
         def one(z):

@@ -56,7 +56,8 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
     on the even examples B and the odd ones B' of every minibatch (the paper draws
     three; with ∇² on B too it is exactly the gradient of this F).
     first_order: ∇f(w'; B'); hessian_free: ∇²f(w) g as
-    (∇f(w + δ g) - ∇f(w - δ g)) / 2δ. Server: uniform mean.
+    (∇f(w + δ g) - ∇f(w - δ g)) / 2δ. Server: uniform mean of those who have two
+    examples or more.
     Personalisation: `task.finetuning` from w (in the paper one step of rate α).
 
     Metrics: `loss`, the mean of F over the steps.
@@ -78,7 +79,8 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
         loss = meta_loss(plain_loss(task.model), options, rate)
         params, value = minimise(key, round_index, start, data, training, loss)
         moved = optax.tree.sub(params, server.params)
-        return ClientOutput(moved, 1.0, metrics={"loss": value})
+        weight = (data.size > 1).astype(float)
+        return ClientOutput(moved, weight, metrics={"loss": value})
 
     return fedavg(task)._replace(name="perfedavg", client_update=client_update)
 

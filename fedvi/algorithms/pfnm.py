@@ -71,7 +71,8 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
       θ_i = Σ_matched v / σ² / (1/σ0² + m_i/σ²),
     which shrinks a neuron of m_i clients by m_i / (m_i + σ²/σ0²) in every round. The
     output biases are averaged. The global network is the union, as wide as it must be;
-    a client gets the neurons that its own were matched to, a newcomer the first H.
+    a client of the last cohort gets the neurons that its own were matched to, all
+    others those H that most clients share.
 
     Metrics: `loss`, the mean over the local steps.
 

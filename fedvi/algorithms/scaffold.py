@@ -53,7 +53,8 @@ def scaffold(task: Task, options: Scaffold) -> Algorithm:
     β make of a constant gradient; without momentum it is the paper's Kη. η is the rate
     of the round; at rate 0 a client keeps its c_i.
     Server: x <- x + η_g mean_{i∈S}(y_i - x), c <- c + 1/N Σ_{i∈S} (c_i⁺ - c_i).
-    All weigh the same: c is the mean of the c_i in every round.
+    All weigh the same: c is the mean of the c_i in every round. (Not under a codec that
+    rounds: the client keeps its c_i⁺ as it is, and the server what arrived.)
 
     A client sends two vectors of the model's size, and is sent two. Metrics: `loss`,
     the mean of f_i over the steps, without the linear term.

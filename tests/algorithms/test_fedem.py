@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedavg, fedem
 from fedvi.algorithms.fedem import example_losses, expectation
 
@@ -64,3 +65,17 @@ def test_responsibilities_tell_two_rules_of_labels_apart(task, train):
     log_probs = rules.personal_predictive(KEY, server, personal, x, mask)
     own = np.arange(2), np.asarray(train.y[1][:2])
     np.testing.assert_allclose(np.exp(log_probs[0])[own], 8 / 13, atol=1e-4)
+
+
+def test_rounding_takes_no_share_below_zero(task):
+    algorithm = fedem(task)
+    server = algorithm.init(KEY)
+    shares = jnp.array([-1e-3, 0.4, 0.5])
+    moved = server._replace(weights=shares - server.weights)
+    aggregate = Aggregate(
+        jax.tree.map(jnp.asarray, moved), jnp.ones(()), jnp.ones(()), 6
+    )
+    after = algorithm.server_update(KEY, 0, server, aggregate)
+    np.testing.assert_allclose(after.weights, [0, 4 / 9, 5 / 9], atol=1e-6)
+    x, mask = jnp.ones((2, 6)), jnp.ones(2, bool)
+    assert np.isfinite(algorithm.global_predictive(KEY, after, x, mask)).all()
