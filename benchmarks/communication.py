@@ -28,6 +28,7 @@ def row(label: str, name: str, options: dict) -> str:
     model = nn.build("mlp", classes=10, input_shape=(784,), hidden=(100,))
     training = LocalTraining(epochs=1, batch_size=50, learning_rate=0.01)
     task = Task(model, training, training, clients=100, samples=100 * EXAMPLES)
+    task = task._replace(unlabelled=np.zeros((EXAMPLES, 784), np.uint8))
     clients = ClientData(
         jax.ShapeDtypeStruct((100, EXAMPLES, 784), np.uint8),
         jax.ShapeDtypeStruct((100, EXAMPLES), np.int32),

@@ -16,7 +16,6 @@ read. What is finished is not run again, what was stopped goes on.
 import csv
 import dataclasses
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -412,5 +411,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     app.run(main)

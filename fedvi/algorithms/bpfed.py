@@ -10,7 +10,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.partial_sharing import split
+from fedvi.algorithms.partial_sharing import PersonalPart, split
 from fedvi.algorithms.pfedbayes import Halves, PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field
@@ -23,15 +23,9 @@ from fedvi.variational import BayesianNetwork, mean_field_normal
 __all__ = ["BPFed", "bpfed", "half", "join"]
 
 
-class BPFed(PFedBayesKin):
+class BPFed(PersonalPart, PFedBayesKin):
     """Options of `bpfed`; what is said of w holds for π."""
 
-    personal_part: str = option(
-        "head",
-        "Regular expression, found in the personalised weights' paths, such as "
-        "head/classifier/kernel or body/Dense_0/bias.",
-        source="§VI: the last layer",
-    )
     zeta: float = option(
         1.0,
         "ζ, weight of the KL terms. At 0 nothing moves π: only with upload=personal.",

@@ -12,12 +12,12 @@ import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import classification_loss, log_probabilities
-from fedvi.algorithms.partial_sharing import split
+from fedvi.algorithms.partial_sharing import PersonalPart, split
 from fedvi.algorithms.registry import builder
 from fedvi.distributions.draws import standard_normal_like
 from fedvi.flat import like_flats, trees
 from fedvi.local import LocalTraining, fold_minibatches
-from fedvi.options import Options, option
+from fedvi.options import option
 
 __all__ = ["Client", "FedPop", "FedSOUL", "fedpop", "fedsoul"]
 
@@ -34,15 +34,9 @@ class Client(NamedTuple):
     updates: jax.Array
 
 
-class FedPop(Options):
+class FedPop(PersonalPart):
     """Options of `fedpop`."""
 
-    personal_part: str = option(
-        "head",
-        "Regular expression, found in the personalised weights' paths, such as "
-        "head/classifier/kernel or body/Dense_0/bias.",
-        source="the paper: the last layer",
-    )
     sampler: Literal["sgld", "optimizer"] = option(
         "optimizer",
         "Of z. sgld: Langevin steps (the paper's); optimizer: that of the local "
@@ -104,7 +98,8 @@ def fedpop(task: Task, options: FedPop) -> Algorithm:
 
     A client predicts with its `samples` z and the broadcast φ, an average over the
     chain as in training; the public code takes the last z alone (`samples=1`). A client
-    that never took part runs a chain of as many minibatches as `task.finetuning` takes.
+    that never took part runs a chain of as many minibatches as `task.finetuning` takes,
+    and of at least `samples` epochs.
     The global model has z where all chains start.
 
     Metrics: `loss`, the mean over the steps of φ; `norm`, ‖z‖ at the end.

@@ -3,6 +3,7 @@
 Huang et al., "Personalized cross-silo federated learning on non-IID data", AAAI 2021.
 """
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -99,7 +100,7 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         mixed = options.own_share * own + (1 - options.own_share) * rest
         cloud = jnp.where(some, rest, first.vector)
         cloud = jnp.where(known, jnp.where(some, mixed, own), cloud)
-        tree = type(first)(cloud, first.layout).tree()
+        tree = dataclasses.replace(first, vector=cloud).tree()
         return Server(like_flats(tree, server.cloud), (), ())
 
     def client_update(key, round_index, server, client, data):

@@ -28,6 +28,7 @@ __all__ = [
     "FedPer",
     "FedRep",
     "LGFedAvg",
+    "PersonalPart",
     "Server",
     "fedper",
     "fedrep",
@@ -48,15 +49,20 @@ class Server(NamedTuple):
     newcomer: Any
 
 
-class FedPer(Options):
-    """Options of `fedper`."""
+class PersonalPart(Options):
+    """Option of methods that share a part of the weights."""
 
     personal_part: str = option(
         "head",
         "Regular expression, found in the personalised weights' paths, such as "
         "head/classifier/kernel or body/Dense_0/bias.",
-        source="FedPer: the last layers",
+        source="FedPer, FedPop, BPFed §VI: the last layer",
     )
+
+
+class FedPer(PersonalPart):
+    """Options of `fedper`."""
+
     schedule: Literal["joint", "alternating"] = option(
         "joint",
         "How a client trains. joint: all weights together; alternating: its own, the "

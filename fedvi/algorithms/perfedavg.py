@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
@@ -79,7 +80,7 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
         loss = meta_loss(plain_loss(task.model), options, rate)
         params, value = minimise(key, round_index, start, data, training, loss)
         moved = optax.tree.sub(params, server.params)
-        weight = (data.size > 1).astype(float)
+        weight = jnp.where(data.size > 1, 1.0, 0.0)
         return ClientOutput(moved, weight, metrics={"loss": value})
 
     return fedavg(task)._replace(name="perfedavg", client_update=client_update)

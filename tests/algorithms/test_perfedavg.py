@@ -7,6 +7,7 @@ import pytest
 
 from fedvi.algorithms import perfedavg, plain_loss
 from fedvi.algorithms.perfedavg import PerFedAvg, meta_loss
+from fedvi.federation import take
 from fedvi.flat import trees
 from fedvi.local import Batch
 
@@ -66,12 +67,15 @@ def test_the_central_difference_is_the_exact_gradient_of_a_network(task, train):
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_an_example_alone_asks_nothing(task, slots):
+def test_an_example_alone_asks_nothing(task, train, slots):
     batch = batch_of(slots, [True, False, False, False][:slots])
     for kind in ("first_order", "hessian_free", "exact"):
         loss = meta_loss(squares, PerFedAvg(gradient=kind), 0.01)
         gradient = jax.grad(loss, 1)(KEY, jnp.ones(3), batch)
         np.testing.assert_array_equal(gradient, 0)
+    alone = take(jax.tree.map(jnp.asarray, train), 3)  # of one example
+    algorithm = perfedavg(task)
+    assert algorithm.client_update(KEY, 0, algorithm.init(KEY), (), alone).weight == 0
     training = task.training._replace(batch_size=1)
     with pytest.raises(ValueError, match="batch_size=1 leaves no example"):
         perfedavg(task._replace(training=training))

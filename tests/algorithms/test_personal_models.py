@@ -9,6 +9,7 @@ from fedvi.algorithm import StackedAggregate, Task
 from fedvi.algorithms import ditto, heurfedamp, local_only, pfedme
 from fedvi.algorithms.heurfedamp import Server
 from fedvi.data import ClientData
+from fedvi.federation import take
 from fedvi.flat import flatten, trees
 from fedvi.local import LocalTraining
 from fedvi.nn import Model
@@ -163,7 +164,7 @@ def test_heurfedamp_of_the_own_model_alone_is_local_training(task, train):
         visited = [0, 1] if turn == 0 else [0]
         outputs = []
         for i in visited:
-            data = jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), train)
+            data = take(jax.tree.map(jnp.asarray, train), i)
             sent = algorithm.unicast(server, i)
             own = client if i == 0 else algorithm.init_client(KEY, server)
             outputs.append(algorithm.client_update(KEY, turn, sent, own, data))

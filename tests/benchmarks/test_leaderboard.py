@@ -1,6 +1,8 @@
 """The table is cut from what was measured, and the README from the table."""
 
 import importlib
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +13,6 @@ from fedvi import algorithms
 
 @pytest.fixture
 def leaderboard(monkeypatch):
-    from pathlib import Path
-
     folder = Path(__file__).resolve().parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
     before = set(flags.FLAGS)
@@ -22,7 +22,7 @@ def leaderboard(monkeypatch):
     yield module
     for name in set(flags.FLAGS) - before:
         delattr(flags.FLAGS, name)
-    importlib.sys.modules.pop("leaderboard")
+    sys.modules.pop("leaderboard")
 
 
 def summary(accuracy, nll, global_model=True):
