@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,3 +48,20 @@ def test_a_network_without_a_body_is_refused(task):
     model = build("logistic", classes=3, input_shape=(6,))
     with pytest.raises(ValueError, match="no body"):
         pfedgp(task._replace(model=model))
+
+
+@pytest.mark.long
+def test_two_devices_of_a_cpu_do_not_wait_for_each_other(tmp_path):
+    """LAPACK's batches did, for ever; the suite's own eight devices do not show it."""
+    flags = "--algorithm=pfedgp --dataset=digits --partition=class_shards --clients=20"
+    flags += " --shards=3 --rounds=2 --model=mlp --hidden=64 --fraction=0.5 --devices=2"
+    flags += " --eval_every=2 --plot_formats="
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    process = subprocess.run(
+        [sys.executable, "-m", "fedvi", "run", *flags.split(), f"--run_dir={tmp_path}"],
+        env=environment,
+        timeout=150,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
