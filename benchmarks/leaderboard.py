@@ -198,21 +198,22 @@ def board() -> str:
 
 
 def settings_file() -> Path:
-    """What --tune chose, by method."""
-    return HERE / "settings" / f"{board()}.json"
+    """What --tune chose, by method: on one data set, taken over for the other."""
+    return HERE / "settings" / f"{FLAGS.protocol}.json"
 
 
 def tune(names: list[str]) -> None:
     """Chooses by the NLL of the personal models on held-out training data."""
     path = settings_file()
     for name in names:
-        chosen = json.loads(path.read_text()) if path.exists() else {}
         start = time.perf_counter()
         config = config_of(name, validation_fraction=0.2)
         where = options_of("tuning", name)
         [found] = sweep_all([(config, where)], grid_of(name), retrain=False)
         if found.chosen is None:
             raise RuntimeError(f"{name}: every cell of the grid failed")
+        # Read again: another process may have chosen for other methods meanwhile.
+        chosen = json.loads(path.read_text()) if path.exists() else {}
         chosen[name] = found.chosen.settings
         path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
