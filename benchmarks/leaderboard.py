@@ -18,9 +18,14 @@ file, figures in its header, for every method that a paper's table lists
 import csv
 import dataclasses
 import json
+import os
+import queue
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -125,6 +130,7 @@ flags.DEFINE_integer("rounds", None, "Instead of the protocol's.", lower_bound=1
 flags.DEFINE_list("methods", [], "Only these; the others' rows stay as they were.")
 flags.DEFINE_bool("listed", False, "Only those that the paper's table lists.")
 flags.DEFINE_bool("tune", False, "Choose the settings on held-out training data first.")
+flags.DEFINE_string("worker", None, "The one method that this process is for.")
 flags.DEFINE_bool("cut", False, "Only the README's table and the flag files.")
 flags.DEFINE_string("runs", "runs/leaderboard", "Folder of the run folders.")
 flags.DEFINE_string(
@@ -286,25 +292,69 @@ def settings_file() -> Path:
     return HERE / "settings" / f"{name}.json"
 
 
-def tune(names: list[str]) -> None:
-    """Chooses by the NLL of the personal models on held-out training data."""
+def tune(name: str) -> None:
+    """Tries the cells of one method on held-out training data."""
+    config = config_of(name, validation_fraction=0.2)
+    sweep_all([(config, options_of("tuning", name))], grid_of(name), retrain=False)
+
+
+def note_chosen(names: list[str]) -> None:
+    """Keeps the cell with the least NLL of the personal models, for every method."""
     path = settings_file()
+    chosen = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
-        start = time.perf_counter()
-        config = config_of(name, validation_fraction=0.2)
-        where = options_of("tuning", name)
-        [found] = sweep_all([(config, where)], grid_of(name), retrain=False)
-        if found.chosen is None:
+        found = Path(options_of("tuning", name).run_dir, "sweep.json")
+        cells = json.loads(found.read_text())["cells"]
+        finished = [cell for cell in cells if cell["figure"] is not None]
+        if not finished:
             raise RuntimeError(f"{name}: every cell of the grid failed")
-        # Read again: another process may have chosen for other methods meanwhile.
-        chosen = json.loads(path.read_text()) if path.exists() else {}
-        chosen[name] = found.chosen.settings
-        path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        chosen[name] = min(finished, key=lambda cell: cell["figure"])["settings"]
+    path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
+
+
+def train(name: str) -> None:
+    """One method with what was chosen, all seeds."""
+    chosen = json.loads(settings_file().read_text())[name]
+    run_all([(config_of(name, seeds=FLAGS.seeds, **chosen), options_of(name))])
+
+
+def in_processes(names: list[str]) -> None:
+    """This script anew for every method, as many at a time as there are cores.
+
+    A core each: two methods on two cores are done sooner than one on both and then the
+    other, and what a round takes is what it takes on one core.
+    """
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    cores = sorted(os.sched_getaffinity(0))
+    for core in cores:
+        free.put(core)
+
+    def work(name: str) -> bool:
+        core, start = free.get(), time.perf_counter()
+        log = Path(options_of("logs").run_dir, f"{name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "w") as file:
+            done = subprocess.run(
+                [sys.executable, *sys.argv, f"--worker={name}"],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            )
+        free.put(core)
+        seconds = time.perf_counter() - start
+        print(f"{name}: {seconds:.0f} s, exit code {done.returncode}", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        well = list(pool.map(work, names))
+    if failed := [name for name, good in zip(names, well) if not good]:
+        raise RuntimeError(
+            f"{', '.join(failed)} did not end well: see {options_of('logs').run_dir}"
+        )
 
 
 def measure() -> list[dict[str, Any]]:
-    """A summary for every method, those included that are not run this time."""
+    """A row for every method, those included that are not run this time."""
     chosen = json.loads(settings_file().read_text())
     names = asked()
     if missing := [name for name in names if name not in chosen]:
@@ -312,11 +362,7 @@ def measure() -> list[dict[str, Any]]:
             f"{settings_file().name} lacks {', '.join(missing)}: give --tune --methods="
             f"{','.join(missing)}"
         )
-    for name in names:
-        start = time.perf_counter()
-        config = config_of(name, seeds=FLAGS.seeds, **chosen[name])
-        run_all([(config, options_of(name))])
-        print(f"{name}: {time.perf_counter() - start:.0f} s in all", flush=True)
+    in_processes(names)
     found = {}
     for name in methods():
         path = Path(options_of(name).run_dir, "summary.json")
@@ -480,8 +526,11 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_flag_files(rows: list[dict[str, str]]) -> None:
-    """One for every method that the paper's table lists and that has none by hand."""
+def cut(rows: list[dict[str, str]]) -> None:
+    """A flag file for every method that the paper's table lists and that has none by
+    hand, and the README's table if it is this one."""
+    if board() == SHOWN:
+        put_into_readme(rows)
     for cells in rows:
         if cells["paper"]:
             path = flag_file(cells["method"])
@@ -565,40 +614,55 @@ def put_into_readme(rows: list[dict[str, str]], readme: Path = README) -> None:
     readme.write_text(found[0])
 
 
-def main(argv: list[str]) -> None:
-    out = Path(f"{FLAGS.out}_{board()}")
-    if FLAGS.cut:
-        rows = read(out.with_suffix(".csv"))
-        write_flag_files(rows)
-        if board() == SHOWN:
-            put_into_readme(rows)
-        return
+def tables() -> Path:
+    """Without its ending."""
+    return Path(f"{FLAGS.out}_{board()}")
+
+
+def act() -> list[dict[str, Any]] | None:
+    """What the flags ask for; rows of a table if methods were to be trained."""
+    if FLAGS.worker:
+        return tune(FLAGS.worker) if FLAGS.tune else train(FLAGS.worker)
     if FLAGS.tune:
-        tune(asked())
-        return
-    machine, rows = run(argv, measure)
+        in_processes(asked())
+        return note_chosen(asked())
+    if FLAGS.cut:
+        return cut(read(tables().with_suffix(".csv")))
+    return measure()
+
+
+def main(argv: list[str]) -> None:
+    machine, rows = run(argv, act)
+    if rows is not None:
+        write(machine, rows)
+
+
+def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The table as CSV, the page, and the figure."""
+    out = tables()
     with open(out.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     rows = read(out.with_suffix(".csv"))
     draw(rows, out.with_suffix(".png"))
-    left = [f"- `{name}`: {why}" for name, why in unsuited().items()]
     text = page(
         f"Leaderboard: {FLAGS.dataset}, protocol {FLAGS.protocol}",
         describe({"machine": machine}),
         f"{PROTOCOLS[FLAGS.protocol].text}; last round, test data. "
         "Mean ± standard deviation over seeds; differences are paired by seed, mean ± "
-        "standard error, bold where Student's t tells them from 0 (95 %).",
+        "standard error, bold where Student's t tells them from 0 (95 %). A method is "
+        "trained on one core; in brackets seconds, and gradients of a minibatch, "
+        "for FedAvg's one.",
         lines_of(rows),
-        "Beside the paper, whose figures have protocols of their own where "
-        "it is silent:",
+        "Beside the paper, whose figures have a protocol of their own where it is "
+        "silent:",
         beside_papers(rows),
-        "Chosen of six cells each on held-out training data, and how long a program "
-        "takes to compile:",
+        "Chosen of six cells each on held-out training data, and how long all programs "
+        "take to compile:",
         settings_of(rows),
         "Not in it:",
-        left,
+        [f"- `{name}`: {why}" for name, why in unsuited().items()],
     )
     out.with_suffix(".md").write_text(text)
     print(text)
