@@ -176,7 +176,7 @@ MEAN_FIELD = ("pfedbayes", "sfedbayes", "cfedbayes", "bpfed", "fedabml")
 BESIDE: dict[str, dict[str, Any]] = {
     "fedbe": {"unlabelled": 1000},
     # One draw: the others' budget again.
-    "fedabml": {"mc_samples": 1},
+    "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
 }
 
 # Who cannot take part, and why.
