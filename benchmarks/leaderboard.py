@@ -174,6 +174,8 @@ MEAN_FIELD = ("pfedbayes", "sfedbayes", "cfedbayes", "bpfed", "fedabml")
 
 # What some need besides.
 BESIDE: dict[str, dict[str, Any]] = {
+    # 1 / (λ (1 - λ)) times a rate of Adam of 0.01 is refused.
+    "sfedbayes": {"inclusion_rate": 30.0},
     "fedbe": {"unlabelled": 1000},
     # One draw: the others' budget again.
     "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
