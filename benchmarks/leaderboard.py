@@ -54,12 +54,19 @@ SHOWN = "fedhb_fashion_mnist"  # the table in the README
 
 
 class Protocol(NamedTuple):
-    """What all methods have in common, and what those with mean-field posteriors take
-    besides the papers' optimiser."""
+    """What all methods have in common, what those with mean-field posteriors take
+    besides the papers' optimiser, and whom it does not suit."""
 
     text: str
     settings: dict[str, Any]
+    unsuited: dict[str, str]
     mean_field: Mapping[str, Any] = MappingProxyType({})
+
+
+PARTICLES = dict.fromkeys(
+    ("dsvgd", "parallel_dsvgd"), "particles of as many weights as the network has"
+)
+ALL_CLIENTS = {"cfl": "clusters are split by the updates of all clients, in each round"}
 
 
 PROTOCOLS = {
@@ -75,6 +82,12 @@ PROTOCOLS = {
             "rounds": 100,
             "fraction": 0.1,
             "epochs": 1,
+        },
+        PARTICLES
+        | ALL_CLIENTS
+        | {
+            "pfedgp": "30 chains of kernels of 600 images, for each of 100 clients and "
+            "4 levels of classes: hours on two cores"
         },
         # The others' budget: a gradient a minibatch.
         {"personal_steps": 1},
@@ -99,6 +112,7 @@ PROTOCOLS = {
             "lr_decay_at": (),
             "eval_batch_size": 475,
         },
+        PARTICLES,
     ),
     "fedabml": Protocol(
         "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 "
@@ -114,6 +128,15 @@ PROTOCOLS = {
             "batch_size": 50,
             "lr_decay_at": (),
         },
+        PARTICLES
+        | ALL_CLIENTS
+        | dict.fromkeys(
+            (
+                *("fedbabu", "fedper", "fedrep", "lg_fedavg", "bpfed", "fedpop"),
+                *("fedsoul", "fedhb_niw", "fedhb_mixture", "pfedgp", "pfnm"),
+            ),
+            "needs a network with a body, at its defaults",
+        ),
     ),
 }
 
@@ -165,6 +188,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fedrep": {"personal_epochs": (1, 4)},
     "fedem": {"adapt": ("weights", "all")},
     "fedsoul": {"sampler_step_size": (0.0001, 0.001)},
+    "pfedgp": {"outputscale": (8.0, 32.0)},
     "fola": {"precision": (10.0, 100.0)},
 }
 FINE_TUNING = {"finetune_learning_rate": (0.01, 0.03)}
@@ -177,16 +201,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     # 1 / (λ (1 - λ)) times a rate of Adam of 0.01 is refused.
     "sfedbayes": {"inclusion_rate": 30.0},
     "fedbe": {"unlabelled": 1000},
+    # A kernel of each minibatch.
+    "pfedgp": {"whole_data": False},
     # One draw: the others' budget again.
     "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
 }
-
-# Who cannot take part, and why.
-UNSUITED = {
-    "dsvgd": "one client a round, particles of as many weights as the network has",
-    "parallel_dsvgd": "particles of as many weights as the network has, of all clients",
-}
-PARTIAL = {"cfl": "clusters are split by the updates of all clients, in every round"}
 
 # Gradients of a minibatch for each one of FedAvg's, with S steps in a visit.
 GRADIENTS: dict[str, Callable[[int, dict[str, Any]], float]] = {
@@ -210,15 +229,10 @@ GRADIENTS: dict[str, Callable[[int, dict[str, Any]], float]] = {
 }
 
 
-def unsuited() -> dict[str, str]:
-    """The methods that the protocol does not suit, and why."""
-    partial = PROTOCOLS[FLAGS.protocol].settings["fraction"] < 1
-    return UNSUITED | (PARTIAL if partial else {})
-
-
 def methods() -> list[str]:
     """Those that the protocol suits, FedAvg first."""
-    known = [name for name in algorithms.ALGORITHMS if name not in unsuited()]
+    unsuited = PROTOCOLS[FLAGS.protocol].unsuited
+    known = [name for name in algorithms.ALGORITHMS if name not in unsuited]
     return sorted(known, key=lambda name: (name != BASELINE, name))
 
 
@@ -664,7 +678,10 @@ def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "take to compile:",
         settings_of(rows),
         "Not in it:",
-        [f"- `{name}`: {why}" for name, why in unsuited().items()],
+        [
+            f"- `{name}`: {why}"
+            for name, why in PROTOCOLS[FLAGS.protocol].unsuited.items()
+        ],
     )
     out.with_suffix(".md").write_text(text)
     print(text)
