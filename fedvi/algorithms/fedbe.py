@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.common import iterates, log_probabilities, point_estimate
+from fedvi.algorithms.common import log_probabilities, point_estimate
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.data import ClientData
 from fedvi.distributions.draws import standard_normal_like
 from fedvi.flat import like_flats, trees
-from fedvi.local import num_steps
+from fedvi.local import iterates, num_steps
 from fedvi.options import Options, option
 
 __all__ = ["FedBE", "Server", "fedbe"]
@@ -191,9 +191,11 @@ def distil(key, model, params, inputs, labels, training):
         losses = optax.softmax_cross_entropy(outputs, batch.y)
         return jnp.where(batch.mask, losses, 0.0).sum() / batch.mask.sum()
 
-    def add(step, params, mean):
+    def add(params, seen):
+        step, mean = seen
         share = jnp.where(step >= first, 1 / count, 0.0)
-        return optax.tree.add_scale(mean, share, params)
+        return step + 1, optax.tree.add_scale(mean, share, params)
 
-    zeros = optax.tree.zeros_like(params)
-    return iterates(key, 0, params, data, training, loss, add, zeros)[1]
+    seen = 0, optax.tree.zeros_like(params)
+    _, _, (_, mean) = iterates(key, 0, params, data, training, loss, see=add, seen=seen)
+    return mean

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import OwnModel, finetune, plain_loss, point_estimate
+from fedvi.algorithms.common import OwnModel, finetune, point_estimate, train_from
 from fedvi.algorithms.registry import builder
 from fedvi.flat import flatten, like_flats, trees
-from fedvi.local import Quadratic, minimise
+from fedvi.local import Quadratic
 from fedvi.options import Options, option
 
 __all__ = ["HeurFedAMP", "Server", "heurfedamp"]
@@ -80,7 +80,6 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
 
     Metrics: `loss`, the mean of f_i over the steps.
     """
-    loss = plain_loss(task.model)
 
     def init(key):
         params = task.model.init(key)
@@ -108,9 +107,7 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         start = server.cloud
         if options.start == "own":
             start = optax.tree.where(client.updates > 0, client.params, start)
-        params, value = minimise(
-            key, round_index, start, data, task.training, loss, lambda w: near
-        )
+        params, value = train_from(task, key, round_index, start, data, near=near)
         moved = optax.tree.sub(params, server.cloud)
         return ClientOutput(moved, 1.0, client.trained(params), {"loss": value})
 

@@ -10,7 +10,7 @@ import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.alternating import at_rate
-from fedvi.algorithms.common import OwnModel, plain_loss
+from fedvi.algorithms.common import OwnModel, finetune, plain_loss
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.flat import like_flats, trees
@@ -19,7 +19,6 @@ from fedvi.local import (
     check_stable,
     descent,
     fold_minibatches,
-    minimise,
     num_steps,
 )
 from fedvi.options import Options, option
@@ -118,8 +117,7 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
 
     def personalise(key, server, client, data):
         near = Quadratic(trees(server.params), weight)
-        start, training = server.params, task.finetuning
-        return minimise(key, 0, start, data, training, loss, lambda theta: near)[0]
+        return finetune(task, key, server.params, data, near)
 
     return fedavg(task)._replace(
         name="pfedme",
