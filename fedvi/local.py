@@ -86,6 +86,12 @@ class LocalTraining(NamedTuple):
         """All of a client's data once as they are, for what is no training."""
         return LocalTraining(epochs=1, batch_size=self.batch_size)
 
+    def at_rate(self, rate: float | None) -> "LocalTraining":
+        """The same at another learning rate, in all rounds; None: at its own."""
+        if rate is None:
+            return self
+        return self._replace(learning_rate=lambda round_index: rate)
+
     def learning_rate_at(self, round_index):
         """The learning rate in a round."""
         rate = self.learning_rate

@@ -107,9 +107,7 @@ def cfl(task: Task, options: CFL) -> Algorithm:
             return optax.tree.add(start, mean)
 
         models = jax.lax.map(update, jnp.arange(options.max_clusters))
-        ids = jnp.where(n > 0, aggregate.client_ids, len(server.cluster))
-        noted = server.cluster.at[ids].set(new, mode="drop")
-        return Members(models, noted, count, scale)
+        return Members(models, aggregate.noted(server.cluster, new), count, scale)
 
     return with_members(
         "cfl", task, options.max_clusters, server_update, cohort="all", host=True

@@ -57,11 +57,10 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
         )
         cluster = nearest(models, first)
         centres = means(models, real, cluster, first)
-        # An id out of range is dropped.
-        ids = jnp.where(real, aggregate.client_ids, len(server.cluster))
-        noted = server.cluster.at[ids].set(cluster, mode="drop")
         return server._replace(
-            models=centres, cluster=noted, count=jnp.int32(options.clusters)
+            models=centres,
+            cluster=aggregate.noted(server.cluster, cluster),
+            count=jnp.int32(options.clusters),
         )
 
     return with_members("fesem", task, options.clusters, server_update)

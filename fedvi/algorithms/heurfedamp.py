@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import OwnModel, finetune, point_estimate, train_from
+from fedvi.algorithms.common import OwnModel, point_estimate, train_from
 from fedvi.algorithms.registry import builder
 from fedvi.flat import flatten, like_flats, trees
 from fedvi.local import Quadratic
@@ -118,11 +118,10 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
             return flatten(trees(optax.tree.add(cloud, moved))).vector
 
         arrived = jax.lax.map(model, (aggregate.client_ids, aggregate.uploads))
-        # Out-of-range ids are dropped: who failed keeps the model it had.
-        ids = jnp.where(aggregate.weight > 0, aggregate.client_ids, task.ids)
+        counted = server.updates[aggregate.client_ids] + 1
         return server._replace(
-            models=server.models.at[ids].set(arrived, mode="drop"),
-            updates=server.updates.at[ids].add(1, mode="drop"),
+            models=aggregate.noted(server.models, arrived),
+            updates=aggregate.noted(server.updates, counted),
         )
 
     return point_estimate(
@@ -134,9 +133,6 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         unicast=unicast,
-        personalise=lambda key, server, client, data: finetune(
-            task, key, server.cloud, data
-        ),
         kept=lambda server, client: client.kept(),
         reduce="stack",
         global_model=False,

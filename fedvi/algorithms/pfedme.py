@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import at_rate
 from fedvi.algorithms.common import OwnModel, finetune, plain_loss
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
@@ -77,7 +76,7 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
 
     def envelope(key, round_index, params, data):
         """(θ, w_i, mean loss) after a client's minibatches."""
-        inner = at_rate(task.training, options.inner_learning_rate)
+        inner = task.training.at_rate(options.inner_learning_rate)
         init, descend = descent(inner, round_index)
         rate = task.training.learning_rate_at(round_index)
 

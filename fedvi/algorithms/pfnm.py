@@ -13,7 +13,7 @@ import optax
 from scipy.optimize import linear_sum_assignment
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import finetune, point_estimate, train_from
+from fedvi.algorithms.common import point_estimate, train_from
 from fedvi.algorithms.registry import builder
 from fedvi.flat import like_flats, trees
 from fedvi.nn import Model
@@ -127,12 +127,11 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
         everyone = jnp.broadcast_to(
             jnp.argsort(-found)[:width].astype(jnp.int32), server.members.shape
         )
-        kept = jnp.where(counts, ids, task.ids)
         return Server(
             neurons,
             server.bias + shares @ aggregate.uploads["bias"],
             found,
-            everyone.at[kept].set(members, mode="drop"),
+            aggregate.noted(everyone, members),
         )
 
     def global_predictive(key, server, x, mask):
@@ -153,9 +152,6 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         global_predictive=global_predictive,
-        personalise=lambda key, server, client, data: finetune(
-            task, key, own_model(server), data
-        ),
         broadcast=lambda server: server._replace(counts=()),
         unicast=unicast,
         reduce="stack",
