@@ -15,7 +15,8 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.clustered import Members, at, with_members
+from fedvi.algorithms.clustered import Members, weighted_mean, with_members
+from fedvi.algorithms.common import at
 from fedvi.algorithms.registry import builder
 from fedvi.options import Options, option
 
@@ -99,11 +100,9 @@ def cfl(task: Task, options: CFL) -> Algorithm:
         )
 
         def update(k):
-            member = (new == k) * n
-            share = member / jnp.maximum(member.sum(), 1)
+            mean = weighted_mean((new == k) * n, moved)
             parent = jnp.max(jnp.where(new == k, old, -1))
             start = at(server.models, jnp.where(parent < 0, k, parent))
-            mean = jax.tree.map(lambda m: jnp.tensordot(share, m, 1), moved)
             return optax.tree.add(start, mean)
 
         models = jax.lax.map(update, jnp.arange(options.max_clusters))

@@ -9,6 +9,7 @@ import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
+    at,
     data_loss,
     finetune,
     plain_loss,
@@ -17,7 +18,14 @@ from fedvi.algorithms.common import (
 )
 from fedvi.options import Options, option
 
-__all__ = ["Clusters", "Members", "at", "clustered", "least_loss", "with_members"]
+__all__ = [
+    "Clusters",
+    "Members",
+    "clustered",
+    "least_loss",
+    "weighted_mean",
+    "with_members",
+]
 
 
 class Clusters(Options):
@@ -34,9 +42,10 @@ class Clusters(Options):
             )
 
 
-def at(servers, cluster):
-    """One cluster's of leaves `[clusters, ...]`."""
-    return jax.tree.map(lambda leaf: leaf[cluster], servers)
+def weighted_mean(weights, stacked):
+    """Mean of leaves `[cohort, ...]`; zeros where all weights are 0."""
+    share = weights / jnp.maximum(weights.sum(), 1)
+    return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1), stacked)
 
 
 def least_loss(loss: Callable, models):
@@ -116,7 +125,10 @@ def clustered(
         _, own = assign(assign_key, server, client, data)
         return one.personalise(train_key, own, client, data)
 
-    algorithm = one._replace(
+    def unicast(server, client_id):
+        return client_id % clusters, server
+
+    return one._replace(
         name=name,
         init=init,
         init_client=init_client,
@@ -125,14 +137,8 @@ def clustered(
         personalise=personalise,
         assign=assign,
         statistics=statistics,
+        unicast=None if loss else unicast,
     )
-    if loss is None:
-
-        def unicast(server, client_id):
-            return client_id % clusters, server
-
-        algorithm = algorithm._replace(unicast=unicast)
-    return algorithm
 
 
 class Members(NamedTuple):

@@ -17,6 +17,7 @@ from fedvi.options import Options, option
 __all__ = [
     "Head",
     "OwnModel",
+    "at",
     "check_trained",
     "classification_loss",
     "data_loss",
@@ -131,6 +132,11 @@ def gradient_only(penalty: Callable) -> Callable:
 
     pull.defvjp(forward, backward)
     return pull
+
+
+def at(stacked, index):
+    """One entry of every leaf's leading axis: a cluster of several, a chain's state."""
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
 
 
 def halves_of(batch: Batch) -> tuple[Batch, Batch]:

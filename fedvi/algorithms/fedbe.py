@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.common import log_probabilities, point_estimate
+from fedvi.algorithms.common import at, log_probabilities, point_estimate
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.data import ClientData
@@ -92,34 +92,19 @@ def fedbe(task: Task, options: FedBE) -> Algorithm:
     def init(key):
         return Server(task.model.init(key), jnp.asarray(task.unlabelled))
 
-    def probabilities(params, x):
-        """[examples, classes] of one teacher, a batch at a time."""
-        size = min(training.batch_size, len(x))
-        padding = [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1)
-        batches = jnp.pad(x, padding, mode="edge").reshape(-1, size, *x.shape[1:])
-        real = (jnp.arange(batches.shape[0] * size) < len(x)).reshape(-1, size)
-
-        def one(batch):
-            return jnp.exp(log_probabilities(task.model, params, *batch))
-
-        found = jax.lax.map(one, (batches, real))
-        return found.reshape(-1, found.shape[-1])[: len(x)]
-
     def server_update(key, round_index, server, aggregate):
         draw_key, train_key = jax.random.split(key)
-        start = trees(server.params)
-        moved, counts = teachers(
-            draw_key, trees(aggregate.uploads), aggregate.weight, options
-        )
+        model, start, inputs = task.model, trees(server.params), server.inputs
+        uploads, weight = trees(aggregate.uploads), aggregate.weight
+        moved, counts = teachers(draw_key, uploads, weight, options)
 
         def taught(moved):
-            return probabilities(optax.tree.add(start, moved), server.inputs)
+            teacher = optax.tree.add(start, moved)
+            return probabilities(model, teacher, inputs, training.batch_size)
 
         labels = jnp.tensordot(counts, jax.lax.map(taught, moved), 1) / counts.sum()
-        average = optax.tree.add(start, jax.tree.map(lambda m: m[0], moved))
-        student = distil(
-            train_key, task.model, average, server.inputs, labels, training
-        )
+        average = optax.tree.add(start, at(moved, 0))
+        student = distil(train_key, model, average, inputs, labels, training)
         return server._replace(params=like_flats(student, server.params))
 
     return point_estimate(
@@ -169,6 +154,20 @@ def teachers(key, uploads, weight, options: FedBE):
     noise = standard_normal_like(key, shapes)
     counts = jnp.concatenate([jnp.ones(1), weight > 0, jnp.ones(draws)])
     return jax.tree.map(layer, uploads, noise), counts
+
+
+def probabilities(model, params, x, batch_size: int):
+    """[examples, classes] of one teacher, a batch at a time."""
+    size = min(batch_size, len(x))
+    padding = [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1)
+    batches = jnp.pad(x, padding, mode="edge").reshape(-1, size, *x.shape[1:])
+    real = (jnp.arange(batches.shape[0] * size) < len(x)).reshape(-1, size)
+
+    def one(batch):
+        return jnp.exp(log_probabilities(model, params, *batch))
+
+    found = jax.lax.map(one, (batches, real))
+    return found.reshape(-1, found.shape[-1])[: len(x)]
 
 
 def distil(key, model, params, inputs, labels, training):

@@ -81,7 +81,6 @@ def fedpa(task: Task, options: FedPA) -> Algorithm:
 
     def client_update(key, round_index, server, client, data):
         steps, window, count = windows(data)
-
         start = trees(server.params)
 
         def add(layers, seen):

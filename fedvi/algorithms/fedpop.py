@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import log_probabilities, plain_loss, point_estimate
+from fedvi.algorithms.common import at, log_probabilities, plain_loss, point_estimate
 from fedvi.algorithms.partial_sharing import PersonalPart, split
 from fedvi.algorithms.registry import builder
 from fedvi.distributions.draws import standard_normal_like
@@ -160,7 +160,7 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
         visit = task.training._replace(steps=options.body_steps)
         learned, value = minimise(train_key, round_index, shared, data, visit, loss)
         moved = optax.tree.sub(learned, shared)
-        metrics = {"loss": value, "norm": optax.tree.norm(_last(chain))}
+        metrics = {"loss": value, "norm": optax.tree.norm(at(chain, -1))}
         return ClientOutput(moved, 1.0, Client(chain, client.updates + 1), metrics)
 
     def server_update(key, round_index, server, aggregate):
@@ -238,7 +238,7 @@ def run_chain(
 
     def step(key, carry, batch):
         chain, moments = carry
-        z = _last(chain)
+        z = at(chain, -1)
         gradient = jax.grad(lambda z: potential(trees(z), batch))(z)
         if langevin:
             rate = options.sampler_step_size
@@ -256,9 +256,5 @@ def run_chain(
         )
         return chain, moments
 
-    start = chain, () if langevin else optimizer.init(_last(chain))
+    start = chain, () if langevin else optimizer.init(at(chain, -1))
     return fold_minibatches(key, data, training, step, start)[0]
-
-
-def _last(chain):
-    return jax.tree.map(lambda states: states[-1], chain)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.clustered import Clusters, at, with_members
+from fedvi.algorithms.clustered import Clusters, weighted_mean, with_members
+from fedvi.algorithms.common import at
 from fedvi.algorithms.registry import builder
 
 __all__ = ["FeSEM", "fesem", "nearest", "spread"]
@@ -48,12 +49,12 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
         def lloyd(_, centres):
             return means(models, real, nearest(models, centres), centres)
 
+        def first_centres():
+            farthest = spread(models, real, server.models)
+            return jax.lax.fori_loop(0, LLOYD, lloyd, farthest)
+
         first = jax.lax.cond(
-            server.count < options.clusters,
-            lambda: jax.lax.fori_loop(
-                0, LLOYD, lloyd, spread(models, real, server.models)
-            ),
-            lambda: server.models,
+            server.count < options.clusters, first_centres, lambda: server.models
         )
         cluster = nearest(models, first)
         centres = means(models, real, cluster, first)
@@ -68,10 +69,11 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
 
 def distances(models, centre):
     """[cohort] ‖θ_i - c‖² of leaves `[cohort, ...]`."""
-    parts = jax.tree.map(
-        lambda m, c: ((m - c[None]) ** 2).reshape(len(m), -1).sum(1), models, centre
-    )
-    return sum(jax.tree.leaves(parts))
+
+    def one(model):
+        return optax.tree.norm(optax.tree.sub(model, centre), squared=True)
+
+    return jax.vmap(one)(models)
 
 
 def nearest(models, centres):
@@ -85,10 +87,8 @@ def means(models, real, cluster, centres):
 
     def mean(own):
         k, centre = own
-        member = (cluster == k) & real
-        share = member / jnp.maximum(member.sum(), 1)
-        moved = jax.tree.map(lambda m: jnp.tensordot(share, m, 1), models)
-        return optax.tree.where(member.any(), moved, centre)
+        members = (cluster == k) & real
+        return optax.tree.where(members.any(), weighted_mean(members, models), centre)
 
     numbers = jnp.arange(len(jax.tree.leaves(centres)[0]))
     return jax.lax.map(mean, (numbers, centres))
