@@ -233,28 +233,15 @@ def _scaled(k: jax.Array, root: jax.Array) -> jax.Array:
     return jnp.eye(len(k)) + root[:, None] * k * root[None]
 
 
-@jax.custom_vjp
 def _solve(b: jax.Array, right: jax.Array) -> jax.Array:
     """b⁻¹ right of a symmetric b; no gradient of its factor is needed."""
 
     def solve(b, right):
         return jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(b), True), right)
 
-    return _lapack(solve)(b, right)
-
-
-def _solve_forward(b, right):
-    solved = _solve(b, right)
-    return solved, (b, solved)
-
-
-def _solve_backward(saved, cotangent):
-    b, solved = saved
-    back = _solve(b, cotangent)
-    return -back @ solved.T, back
-
-
-_solve.defvjp(_solve_forward, _solve_backward)
+    return jax.lax.custom_linear_solve(
+        lambda x: b @ x, right, lambda _, y: _lapack(solve)(b, y), symmetric=True
+    )
 
 
 def _lapack(function: Callable) -> Callable:
