@@ -29,7 +29,6 @@ __all__ = ["Fit", "Kernel", "Tree", "balanced_tree", "fit", "log_probabilities"]
 # Variance of f that is no function of x. float32 loses about as much of a kernel of
 # some hundred equal examples.
 _JITTER = 1e-3
-_QUADRATURE = 20
 
 
 class Kernel(NamedTuple):
@@ -94,13 +93,6 @@ class Fit(NamedTuple):
     omega: jax.Array
 
 
-class _Level(NamedTuple):
-    """A level's examples: `member` `[n, nodes]` 0 or 1, `kappa` `[n]`."""
-
-    member: jax.Array
-    kappa: jax.Array
-
-
 def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int) -> Fit:
     """Draws the ω of all levels, from f = 0 on.
 
@@ -126,8 +118,8 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
 
     def level(inputs):
         key, node, right = inputs
-        members = _level(tree, node, right, y, mask)
-        k = _blocks(gram, members)
+        member, kappa = _level(tree, node, right, y, mask)
+        k = _blocks(gram, member)
         prior = _lapack(jnp.linalg.cholesky)(k)
 
         def chain(key):
@@ -139,11 +131,11 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
                 noise = jax.random.normal(noise_key, f.shape)
                 root = jnp.sqrt(omega)
                 # A draw of the prior, moved to agree with the data (Matheron).
-                left = members.kappa / root - root * f0 - noise
+                left = kappa / root - root * f0 - noise
                 return f0 + k @ (root * _solve(_scaled(k, root), left[:, None])[:, 0])
 
             step_keys = jax.random.split(key, steps + 1)
-            f = jnp.zeros_like(members.kappa)
+            f = jnp.zeros_like(kappa)
             f = jax.lax.fori_loop(0, steps, lambda i, f: step(step_keys[i], f), f)
             return polya_gamma.sample(step_keys[-1], f)
 
@@ -169,40 +161,29 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
       x: `[m, features]`.
     """
     gram, cross = kernel(found.x, found.x), kernel(found.x, x)
-    points, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE)
-    points = jnp.asarray(points, jnp.float32)[:, None, None]
-    log_weights = jnp.asarray(np.log(weights / weights.sum()), jnp.float32)
 
     @jax.checkpoint  # or all levels' factors are kept for the gradient
     def level(inputs):
         node, right, omega = inputs
-        members = _level(tree, node, right, found.y, found.mask)
-        k = _blocks(gram, members)
+        member, kappa = _level(tree, node, right, found.y, found.mask)
+        k = _blocks(gram, member)
 
         def chain(omega):
             """`[m, nodes]` log p(right), log p(left), of one draw."""
             root = jnp.sqrt(omega)
             across = root[:, None] * cross
-            both = jnp.concatenate([across, (members.kappa / root)[:, None]], axis=1)
+            both = jnp.concatenate([across, (kappa / root)[:, None]], axis=1)
             solved = _solve(_scaled(k, root), both)
-            mean = (across * solved[:, -1:]).T @ members.member
-            explained = (across * solved[:, :-1]).T @ members.member
-            variance = kernel.outputscale - explained
-            f = mean[None] + jnp.sqrt(jnp.maximum(variance, 1e-6))[None] * points
-            return tuple(
-                jax.nn.logsumexp(
-                    jax.nn.log_sigmoid(way) + log_weights[:, None, None], axis=0
-                )
-                for way in (f, -f)
-            )
+            mean = (across * solved[:, -1:]).T @ member
+            explained = (across * solved[:, :-1]).T @ member
+            return _log_logistic(mean, kernel.outputscale - explained)
 
         right_way, left_way = (
             jax.nn.logsumexp(logs, axis=0) - math.log(len(omega))
             for logs in jax.vmap(chain)(omega)
         )
         to_right, to_left = (
-            jnp.maximum(sign * members.kappa, 0.0) @ members.member * 2
-            for sign in (1, -1)
+            jnp.maximum(sign * kappa, 0.0) @ member * 2 for sign in (1, -1)
         )
         split = ((to_right > 0) & (to_left > 0))[None]
         total = to_right + to_left + 2
@@ -215,17 +196,30 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
     return jax.lax.map(level, levels).sum(axis=0)
 
 
-def _level(tree: Tree, node, right, y, mask) -> _Level:
+def _log_logistic(mean, variance) -> tuple[jax.Array, jax.Array]:
+    """log E[σ(f)], log E[σ(-f)] of f ~ N(mean, variance), by quadrature."""
+    points, weights = np.polynomial.hermite_e.hermegauss(20)
+    points = jnp.asarray(points, jnp.float32)[:, None, None]
+    log_weights = jnp.asarray(np.log(weights / weights.sum()), jnp.float32)
+    log_weights = log_weights[:, None, None]
+    f = mean[None] + jnp.sqrt(jnp.maximum(variance, 1e-6))[None] * points
+    return tuple(
+        jax.nn.logsumexp(jax.nn.log_sigmoid(way) + log_weights, axis=0)
+        for way in (f, -f)
+    )
+
+
+def _level(tree: Tree, node, right, y, mask) -> tuple[jax.Array, jax.Array]:
+    """(`[n, nodes]` 0 or 1, an example's node; `[n]` κ) at one level."""
     nodes = int(tree.node.max()) + 1
     place = jnp.where(mask, node[y], -1)
     kappa = jnp.where(place >= 0, right[y] - 0.5, 0.0)
-    return _Level(jax.nn.one_hot(place, nodes), kappa)
+    return jax.nn.one_hot(place, nodes), kappa
 
 
-def _blocks(gram: jax.Array, level: _Level) -> jax.Array:
+def _blocks(gram: jax.Array, member: jax.Array) -> jax.Array:
     """K of a level; who is in none of its nodes is alone."""
-    same = level.member @ level.member.T
-    return gram * same + _JITTER * jnp.eye(len(gram))
+    return gram * (member @ member.T) + _JITTER * jnp.eye(len(gram))
 
 
 def _scaled(k: jax.Array, root: jax.Array) -> jax.Array:

@@ -76,8 +76,8 @@ def cfl(task: Task, options: CFL) -> Algorithm:
     Metrics: `loss`, the mean over the local steps; `clusters`, before the round.
     """
 
-    def server_update(round_index, server, aggregate):
-        moved, n = aggregate.uploads["moved"], aggregate.weight
+    def server_update(key, round_index, server, aggregate):
+        moved, n = aggregate.uploads["upload"], aggregate.weight
         gram = sum(
             jnp.matmul(flat, flat.T, precision="highest")
             for flat in (leaf.reshape(len(n), -1) for leaf in jax.tree.leaves(moved))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.common import at, log_probabilities, point_estimate
+from fedvi.algorithms.common import at, log_probabilities
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.data import ClientData
@@ -107,12 +107,9 @@ def fedbe(task: Task, options: FedBE) -> Algorithm:
         student = distil(train_key, model, average, inputs, labels, training)
         return server._replace(params=like_flats(student, server.params))
 
-    return point_estimate(
-        "fedbe",
-        task,
-        params_of=lambda server: server.params,
+    return fedavg(task)._replace(
+        name="fedbe",
         init=init,
-        client_update=fedavg(task).client_update,
         server_update=server_update,
         broadcast=lambda server: server._replace(inputs=()),
         reduce="stack",

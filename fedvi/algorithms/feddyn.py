@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import point_estimate, tilted_loss, train_from
+from fedvi.algorithms.common import tilted_loss, train_from
+from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.flat import trees
 from fedvi.local import Quadratic
@@ -78,10 +79,8 @@ def feddyn(task: Task, options: FedDyn) -> Algorithm:
         mean = optax.tree.add(server.params, aggregate.mean())
         return Server(optax.tree.add_scale(mean, -1 / alpha, drift), drift)
 
-    return point_estimate(
-        "feddyn",
-        task,
-        params_of=lambda server: server.params,
+    return fedavg(task)._replace(
+        name="feddyn",
         init=init,
         client_update=client_update,
         server_update=server_update,

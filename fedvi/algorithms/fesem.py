@@ -41,9 +41,9 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
     """
     options.check_clients(task)
 
-    def server_update(round_index, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         started = at(server.models, aggregate.uploads["cluster"])
-        models = optax.tree.add(started, aggregate.uploads["moved"])
+        models = optax.tree.add(started, aggregate.uploads["upload"])
         real = aggregate.weight > 0
 
         def lloyd(_, centres):
