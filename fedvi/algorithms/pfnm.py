@@ -109,7 +109,7 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
         weight, moved = aggregate.weight, aggregate.uploads
         sent = server.neurons[server.members[aggregate.client_ids]] + moved["neurons"]
         neurons, counts, members = _match_on_host(sent, weight > 0, options, most)
-        bias = server.bias + weight / weight.sum() @ moved["bias"]
+        bias = server.bias + (weight / weight.sum()) @ moved["bias"]
         # Whom nobody heard of in this round starts at the most popular neurons.
         popular = jnp.argsort(-counts)[:width].astype(jnp.int32)
         everyone = jnp.broadcast_to(popular, server.members.shape)
