@@ -157,7 +157,7 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
 
 
 def _without_padding(data: ClientData) -> Batch:
-    """The examples, padding zeroed: a NaN there would reach the rest through the mask."""
+    """The examples, padding zeroed: a NaN in it would reach them through the mask."""
     mask = jnp.arange(len(data.y)) < data.size
 
     def real(leaf):
