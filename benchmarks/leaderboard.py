@@ -10,16 +10,25 @@ personal models: a grid of six cells for each, three learning rates times two va
 a number of its own. What it chose is in benchmarks/settings; without --tune it is only
 read. What is finished is not run again, what was stopped goes on.
 
---readme puts the table between two marks of the README.
+--cut writes from the tables that there are: the README's between two marks, and a flag
+file, figures in its header, for every method that a paper's table lists
+(paper_figures.csv) and that has none of its own.
 """
 
 import csv
 import dataclasses
 import json
+import os
+import queue
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -36,11 +45,32 @@ from matplotlib import pyplot as plt
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
+FLAGFILES = HERE.parent / "examples" / "flagfiles"
+PAPERS = HERE / "paper_figures.csv"
+SIGNATURE = "written by benchmarks/leaderboard.py --cut"
 MARKS = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 BASELINE = "fedavg"
+SHOWN = "fedhb_fashion_mnist"  # the table in the README
 
-PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fedhb": (
+
+class Protocol(NamedTuple):
+    """What all methods have in common, what those with mean-field posteriors take
+    besides the papers' optimiser, and whom it does not suit."""
+
+    text: str
+    settings: dict[str, Any]
+    unsuited: dict[str, str]
+    mean_field: Mapping[str, Any] = MappingProxyType({})
+
+
+PARTICLES = dict.fromkeys(
+    ("dsvgd", "parallel_dsvgd"), "particles of as many weights as the network has"
+)
+ALL_CLIENTS = {"cfl": "clusters are split by the updates of all clients, in each round"}
+
+
+PROTOCOLS = {
+    "fedhb": Protocol(
         "FedHB's Tables 10 and 11, τ = 1: 100 clients of 5 shards, a tenth of them a "
         "round, one epoch, 100 rounds, MLP-256",
         {
@@ -53,8 +83,16 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
             "fraction": 0.1,
             "epochs": 1,
         },
+        PARTICLES
+        | ALL_CLIENTS
+        | {
+            "pfedgp": "30 chains of kernels of 600 images, for each of 100 clients and "
+            "4 levels of classes: hours on two cores"
+        },
+        # The others' budget: a gradient a minibatch.
+        {"personal_steps": 1},
     ),
-    "pfedbayes": (
+    "pfedbayes": Protocol(
         "pFedBayes' Table 1, small: 10 clients, all in every round, 5 of 10 labels "
         "each, 50 training images a label, MLP-100; 20 steps of 100 images a round, 60 "
         "rounds",
@@ -74,8 +112,9 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
             "lr_decay_at": (),
             "eval_batch_size": 475,
         },
+        PARTICLES,
     ),
-    "fedabml": (
+    "fedabml": Protocol(
         "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 "
         "epochs, 100 rounds, logistic regression",
         {
@@ -89,8 +128,22 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
             "batch_size": 50,
             "lr_decay_at": (),
         },
+        PARTICLES
+        | ALL_CLIENTS
+        | dict.fromkeys(
+            (
+                *("fedbabu", "fedper", "fedrep", "lg_fedavg", "bpfed", "fedpop"),
+                *("fedsoul", "fedhb_niw", "fedhb_mixture", "pfedgp", "pfnm"),
+            ),
+            "needs a network with a body, at its defaults",
+        ),
     ),
 }
+
+PROTOCOLS["fedhb_tau5"] = PROTOCOLS["fedhb"]._replace(
+    text="FedHB's Tables 10 and 11, τ = 5: as τ = 1, but five epochs, 20 rounds",
+    settings=PROTOCOLS["fedhb"].settings | {"rounds": 20, "epochs": 5},
+)
 
 flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "mnist"], "Data.")
 flags.DEFINE_enum("protocol", "fedhb", list(PROTOCOLS), "Split, model and rounds.")
@@ -98,8 +151,10 @@ flags.DEFINE_string("data_file", None, "An .npz of them; None: where they are kn
 flags.DEFINE_integer("seeds", 3, "Runs of every method.", lower_bound=1)
 flags.DEFINE_integer("rounds", None, "Instead of the protocol's.", lower_bound=1)
 flags.DEFINE_list("methods", [], "Only these; the others' rows stay as they were.")
+flags.DEFINE_bool("listed", False, "Only those that the paper's table lists.")
 flags.DEFINE_bool("tune", False, "Choose the settings on held-out training data first.")
-flags.DEFINE_bool("readme", False, "Only put the table that there is into the README.")
+flags.DEFINE_string("worker", None, "The one method that this process is for.")
+flags.DEFINE_bool("cut", False, "Only the README's table and the flag files.")
 flags.DEFINE_string("runs", "runs/leaderboard", "Folder of the run folders.")
 flags.DEFINE_string(
     "out",
@@ -129,47 +184,97 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "heurfedamp": {"personal_penalty": (0.1, 1.0)},
     "fedpa": {"shrinkage": (0.01, 1.0)},
     "fedbe": {"distillation_learning_rate": (0.001, 0.01)},
-    "fedpop": {"sampler_step_size": (0.001, 0.01)},
+    "fedpop": {"body_steps": (5, 20)},
+    "fedrep": {"personal_epochs": (1, 4)},
+    "fedem": {"adapt": ("weights", "all")},
     "fedsoul": {"sampler_step_size": (0.0001, 0.001)},
+    "pfedgp": {"outputscale": (8.0, 32.0)},
     "fola": {"precision": (10.0, 100.0)},
 }
 FINE_TUNING = {"finetune_learning_rate": (0.01, 0.03)}
 
-# What is set beside: the papers' optimisers for mean-field posteriors.
+# By Adam in their papers, with rates for it.
+MEAN_FIELD = ("pfedbayes", "sfedbayes", "cfedbayes", "bpfed", "fedabml")
+
+# What some need besides.
 BESIDE: dict[str, dict[str, Any]] = {
-    name: ADAM for name in ("pfedbayes", "sfedbayes", "cfedbayes", "bpfed", "fedabml")
+    # 1 / (λ (1 - λ)) times a rate of Adam of 0.01 is refused.
+    "sfedbayes": {"inclusion_rate": 30.0},
+    "fedbe": {"unlabelled": 1000},
+    # A kernel of each minibatch.
+    "pfedgp": {"whole_data": False},
+    # One draw: the others' budget again.
+    "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
 }
 
-# Who cannot take part, and why.
-UNSUITED = {
-    "dsvgd": "one client a round, particles of 200,000 weights each",
-    "parallel_dsvgd": "particles of 200,000 weights each, from every client",
+# Gradients of a minibatch for each one of FedAvg's, with S steps in a visit.
+GRADIENTS: dict[str, Callable[[int, dict[str, Any]], float]] = {
+    "ditto": lambda steps, options: 2,
+    "pfedme": lambda steps, options: 5,
+    # Five, on halves of a minibatch.
+    "perfedavg": lambda steps, options: 2.5,
+    "fedrep": lambda steps, options: 1 + options["personal_epochs"],
+    "fedem": lambda steps, options: 3,
+    "fedpop": lambda steps, options: (10 + options["body_steps"]) / steps,
+    "fedsoul": lambda steps, options: 15 / steps,
+    # The server's: 20 epochs of its 1,000 inputs, for the steps of ten clients.
+    "fedbe": lambda steps, options: 1 + 400 / (10 * steps),
+    # Choosing among two clusters is two forward passes, a third of a gradient each.
+    "ifca": lambda steps, options: 1 + 2 / 3,
+    "cfedbayes": lambda steps, options: options.get("personal_steps", 5) + 2 / 3,
+    **dict.fromkeys(
+        ("pfedbayes", "sfedbayes", "bpfed", "fedabml"),
+        lambda steps, options: options.get("personal_steps", 5),
+    ),
 }
 
 
 def methods() -> list[str]:
     """Those that the protocol suits, FedAvg first."""
-    known = [name for name in algorithms.ALGORITHMS if name not in UNSUITED]
+    unsuited = PROTOCOLS[FLAGS.protocol].unsuited
+    known = [name for name in algorithms.ALGORITHMS if name not in unsuited]
     return sorted(known, key=lambda name: (name != BASELINE, name))
+
+
+def asked() -> list[str]:
+    """Those of them that the command line asks for."""
+    if unknown := set(FLAGS.methods) - set(methods()):
+        raise ValueError(f"--methods has {', '.join(sorted(unknown))}, not suited")
+    if FLAGS.listed:
+        return [name for name in methods() if name in {BASELINE, *papers()}]
+    return [name for name in methods() if name in (FLAGS.methods or methods())]
+
+
+def papers() -> dict[str, dict[str, str]]:
+    """The paper's figures of this protocol and data, by method."""
+    own = (FLAGS.protocol, FLAGS.dataset)
+    rows = [row for row in read(PAPERS) if (row["protocol"], row["dataset"]) == own]
+    return {row["method"]: row for row in rows}
+
+
+def settings_given(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the library's defaults."""
+    protocol = PROTOCOLS[FLAGS.protocol]
+    rounds = FLAGS.rounds or protocol.settings["rounds"]
+    mean_field = ADAM | protocol.mean_field if name in MEAN_FIELD else {}
+    return {
+        "dataset": FLAGS.dataset,
+        "data_file": FLAGS.data_file,
+        "augment": False,
+        "finetune_learning_rate": 0.01,
+        **protocol.settings,
+        "rounds": rounds,
+        "eval_every": rounds,
+        **mean_field,
+        **BESIDE.get(name, {}),
+        **changes,
+    }
 
 
 def config_of(name: str, **changes: Any) -> ExperimentConfig:
     """The protocol for one method; a name that is no field is an option of it."""
     fields = {field.name for field in dataclasses.fields(ExperimentConfig)}
-    protocol = PROTOCOLS[FLAGS.protocol][1]
-    rounds = FLAGS.rounds or protocol["rounds"]
-    settings = {
-        "dataset": FLAGS.dataset,
-        "data_file": FLAGS.data_file,
-        "augment": False,
-        "finetune_learning_rate": 0.01,
-        "unlabelled": 1000,
-        **protocol,
-        "rounds": rounds,
-        "eval_every": rounds,
-        **BESIDE.get(name, {}),
-        **changes,
-    }
+    settings = settings_given(name, changes)
     return ExperimentConfig(
         algorithm=name,
         options={k: v for k, v in settings.items() if k not in fields},
@@ -185,9 +290,8 @@ def options_of(*place: str) -> RunOptions:
 
 def grid_of(name: str) -> dict[str, tuple[Any, ...]]:
     """The six cells of one method."""
-    adam = BESIDE.get(name, {}).get("optimizer") == "adam"
     return {
-        "learning_rate": ADAM_RATES if adam else RATES,
+        "learning_rate": ADAM_RATES if name in MEAN_FIELD else RATES,
         **AXES.get(name, FINE_TUNING),
     }
 
@@ -198,41 +302,83 @@ def board() -> str:
 
 
 def settings_file() -> Path:
-    """What --tune chose, by method: on one data set, taken over for the other."""
-    return HERE / "settings" / f"{FLAGS.protocol}.json"
+    """What --tune chose, by method: on one data set, taken over for the other, and of
+    one epoch a visit for five."""
+    name = FLAGS.protocol.removesuffix("_tau5")
+    return HERE / "settings" / f"{name}.json"
 
 
-def tune(names: list[str]) -> None:
-    """Chooses by the NLL of the personal models on held-out training data."""
+def tune(name: str) -> None:
+    """Tries the cells of one method on held-out training data."""
+    config = config_of(name, validation_fraction=0.2)
+    sweep_all([(config, options_of("tuning", name))], grid_of(name), retrain=False)
+
+
+def note_chosen(names: list[str]) -> None:
+    """Keeps the cell with the least NLL of the personal models, for every method."""
     path = settings_file()
+    chosen = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
-        start = time.perf_counter()
-        config = config_of(name, validation_fraction=0.2)
-        where = options_of("tuning", name)
-        [found] = sweep_all([(config, where)], grid_of(name), retrain=False)
-        if found.chosen is None:
+        found = Path(options_of("tuning", name).run_dir, "sweep.json")
+        cells = json.loads(found.read_text())["cells"]
+        finished = [cell for cell in cells if cell["figure"] is not None]
+        if not finished:
             raise RuntimeError(f"{name}: every cell of the grid failed")
-        # Read again: another process may have chosen for other methods meanwhile.
-        chosen = json.loads(path.read_text()) if path.exists() else {}
-        chosen[name] = found.chosen.settings
-        path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        chosen[name] = min(finished, key=lambda cell: cell["figure"])["settings"]
+    path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
+
+
+def train(name: str) -> None:
+    """One method with what was chosen, all seeds."""
+    chosen = json.loads(settings_file().read_text())[name]
+    run_all([(config_of(name, seeds=FLAGS.seeds, **chosen), options_of(name))])
+
+
+def in_processes(names: list[str]) -> None:
+    """This script anew for every method, as many at a time as there are cores.
+
+    A core each: two methods on two cores are done sooner than one on both and then the
+    other, and what a round takes is what it takes on one core.
+    """
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    cores = sorted(os.sched_getaffinity(0))
+    for core in cores:
+        free.put(core)
+
+    def work(name: str) -> bool:
+        core, start = free.get(), time.perf_counter()
+        log = Path(options_of("logs").run_dir, f"{name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "w") as file:
+            done = subprocess.run(
+                [sys.executable, *sys.argv, f"--worker={name}"],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            )
+        free.put(core)
+        seconds = time.perf_counter() - start
+        print(f"{name}: {seconds:.0f} s, exit code {done.returncode}", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        well = list(pool.map(work, names))
+    if failed := [name for name, good in zip(names, well) if not good]:
+        raise RuntimeError(
+            f"{', '.join(failed)} did not end well: see {options_of('logs').run_dir}"
+        )
 
 
 def measure() -> list[dict[str, Any]]:
-    """A summary for every method, those included that are not run this time."""
+    """A row for every method, those included that are not run this time."""
     chosen = json.loads(settings_file().read_text())
-    names = [name for name in methods() if name in (FLAGS.methods or methods())]
+    names = asked()
     if missing := [name for name in names if name not in chosen]:
         raise ValueError(
             f"{settings_file().name} lacks {', '.join(missing)}: give --tune --methods="
             f"{','.join(missing)}"
         )
-    for name in names:
-        start = time.perf_counter()
-        config = config_of(name, seeds=FLAGS.seeds, **chosen[name])
-        run_all([(config, options_of(name))])
-        print(f"{name}: {time.perf_counter() - start:.0f} s in all", flush=True)
+    in_processes(names)
     found = {}
     for name in methods():
         path = Path(options_of(name).run_dir, "summary.json")
@@ -259,16 +405,29 @@ def row(name: str, found: dict[str, Any], settings: dict[str, Any]) -> dict[str,
         cells[f"{key}_minus_{BASELINE}_error"] = error
     if not one["global_model"]:
         cells = {k: "" if k.startswith("global_") else v for k, v in cells.items()}
+    config = config_of(name, **settings)
+    gradients = GRADIENTS.get(name, lambda steps, options: 1)
+    listed = papers().get(name, {})
     return cells | {
+        "paper": listed.get("source", ""),
+        "paper_global": listed.get("global", ""),
+        "paper_personal": listed.get("personal", ""),
         "failed": one["failed"],
         "seeds": len(one["seeds"]),
         "bytes_up": one["bytes_up"],
         "bytes_down": one["bytes_down"],
         "round_seconds": one["round_seconds"],
         f"round_over_{BASELINE}": one["round_seconds"] / base["round_seconds"],
+        "gradients": gradients(steps_of(config), config.options),
         "compile_seconds": one["compile_seconds"],
         "settings": json.dumps(settings),
     }
+
+
+def steps_of(config: ExperimentConfig) -> int:
+    """A visit's: of the protocol's images a client, where it does not say."""
+    images = 60_000 // config.clients
+    return config.local_steps or config.epochs * -(-images // config.batch_size)
 
 
 def _by_seed(summary: dict[str, Any], model: str, key: str, unit: float = 1):
@@ -297,7 +456,8 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     ranked = sorted(rows, key=lambda cells: -float(cells["personal_accuracy"]))
     return table(
         "method | global % | personal % | minus FedAvg + FT | personal NLL | minus "
-        "FedAvg + FT | personal ECE % | MB up, down a round | s a round (FedAvg = 1)",
+        "FedAvg + FT | personal ECE % | MB up, down a round | s a round (FedAvg = 1; "
+        "its gradients)",
         [
             [
                 cells["method"],
@@ -310,11 +470,28 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
                 f"{float(cells['bytes_up']) / 1e6:.1f}, "
                 f"{float(cells['bytes_down']) / 1e6:.1f}",
                 f"{float(cells['round_seconds']):.3f} "
-                f"({float(cells[f'round_over_{BASELINE}']):.1f})",
+                f"({float(cells[f'round_over_{BASELINE}']):.1f}; "
+                f"{float(cells['gradients']):.1f})",
             ]
             for cells in ranked
         ],
     )
+
+
+def beside_papers(rows: list[dict[str, Any]]) -> list[str]:
+    """What the paper's table has, and ours beside it; no table, no lines."""
+    pairs = []
+    for cells in rows:
+        for model in ("global", "personal"):
+            paper, ours = cells[f"paper_{model}"], cells[f"{model}_accuracy"]
+            if paper and ours != "":
+                spread = float(cells[f"{model}_accuracy_std"])
+                gap = float(ours) - float(paper.rstrip("?"))
+                ours = f"{float(ours):.2f} ± {spread:.2f}"
+                pairs.append([cells["method"], model, paper, ours, f"{gap:+.2f}"])
+            elif paper:
+                pairs.append([cells["method"], model, paper, "no such model", ""])
+    return table("method | model | paper % | ours % | difference", pairs)
 
 
 def settings_of(rows: list[dict[str, Any]]) -> list[str]:
@@ -365,11 +542,86 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def put_into_readme(path: Path, readme: Path = README) -> None:
+def cut(rows: list[dict[str, str]]) -> None:
+    """A flag file for every method that the paper's table lists and that has none by
+    hand, and the README's table if it is this one."""
+    if board() == SHOWN:
+        put_into_readme(rows)
+    for cells in rows:
+        if cells["paper"]:
+            path = flag_file(cells["method"])
+            if not path.exists() or SIGNATURE in path.read_text():
+                path.write_text(flag_text(cells))
+
+
+# By hand for the papers' own methods, under these names.
+SHORT = {"fedhb_niw": "niw", "fedhb_mixture": "mixture_k2"}
+
+
+def flag_file(name: str) -> Path:
+    """Where a method's flag file lies."""
+    folder, ending = {
+        "fedhb": ("fedhb", "s5_f0.1_tau1"),
+        "fedhb_tau5": ("fedhb", "s5_f0.1_tau5"),
+        "pfedbayes": ("pfedbayes", "small"),
+        "fedabml": ("fedabml", "n200_s2"),
+    }[FLAGS.protocol]
+    stem = f"{SHORT.get(name, name)}_{FLAGS.dataset}_{ending}"
+    return FLAGFILES / folder / f"{stem}.flags"
+
+
+def flag_text(cells: dict[str, str]) -> str:
+    """A flag file that trains what one row of the table is of."""
+
+    def both(key, digits):
+        found = (
+            f"{model} {float(cells[f'{model}_{key}']):.{digits}f} ± "
+            f"{float(cells[f'{model}_{key}_std']):.{digits}f}"
+            for model in ("global", "personal")
+            if cells[f"{model}_{key}"]
+        )
+        return ", ".join(found)
+
+    paper = (
+        f"{model} {cells[f'paper_{model}']} %"
+        for model in ("global", "personal")
+        if cells[f"paper_{model}"]
+    )
+    name, seeds = cells["method"], int(cells["seeds"])
+    chosen = json.loads(cells["settings"])
+    config = config_of(name, **chosen)
+    fields = dataclasses.asdict(config)
+    shown = {k: fields[k] for k in fields if k in settings_given(name, chosen)}
+    shown = {"algorithm": name, **config.options, **shown, "seeds": seeds}
+    shown["eval_every"] = max(1, config.rounds // 10)
+    return "\n".join(
+        [
+            f"# {name} on {FLAGS.dataset}: {PROTOCOLS[FLAGS.protocol].text}",
+            f"# paper: {cells['paper']}: {', '.join(paper)}",
+            f"# ours: accuracy {both('accuracy', 2)} %; NLL {both('nll', 3)}; ECE "
+            f"{both('ece', 1)} %; last round, {seeds} seeds",
+            f"# chosen on held-out training data: {', '.join(chosen)}",
+            f"# {SIGNATURE}",
+            "",
+            *(_flag(key, value) for key, value in shown.items() if value is not None),
+            "",
+        ]
+    )
+
+
+def _flag(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{key}" if value else f"--no{key}"
+    if isinstance(value, (tuple, list)):
+        value = ",".join(map(str, value))
+    return f"--{key}={value}"
+
+
+def put_into_readme(rows: list[dict[str, str]], readme: Path = README) -> None:
     """The table, between the marks."""
     begin, end = MARKS
     text = readme.read_text()
-    block = begin + "\n".join(lines_of(read(path))) + "\n" + end
+    block = begin + "\n".join(lines_of(rows)) + "\n" + end
     found = re.subn(
         f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: block, text, flags=re.S
     )
@@ -378,34 +630,58 @@ def put_into_readme(path: Path, readme: Path = README) -> None:
     readme.write_text(found[0])
 
 
-def main(argv: list[str]) -> None:
-    out = Path(f"{FLAGS.out}_{board()}")
-    if FLAGS.readme:
-        put_into_readme(out.with_suffix(".csv"))
-        return
+def tables() -> Path:
+    """Without its ending."""
+    return Path(f"{FLAGS.out}_{board()}")
+
+
+def act() -> list[dict[str, Any]] | None:
+    """What the flags ask for; rows of a table if methods were to be trained."""
+    if FLAGS.worker:
+        return tune(FLAGS.worker) if FLAGS.tune else train(FLAGS.worker)
     if FLAGS.tune:
-        tune([name for name in methods() if name in (FLAGS.methods or methods())])
-        return
-    machine, rows = run(argv, measure)
+        in_processes(asked())
+        return note_chosen(asked())
+    if FLAGS.cut:
+        return cut(read(tables().with_suffix(".csv")))
+    return measure()
+
+
+def main(argv: list[str]) -> None:
+    machine, rows = run(argv, act)
+    if rows is not None:
+        write(machine, rows)
+
+
+def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The table as CSV, the page, and the figure."""
+    out = tables()
     with open(out.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     rows = read(out.with_suffix(".csv"))
     draw(rows, out.with_suffix(".png"))
-    left = [f"- `{name}`: {why}" for name, why in UNSUITED.items()]
     text = page(
         f"Leaderboard: {FLAGS.dataset}, protocol {FLAGS.protocol}",
         describe({"machine": machine}),
-        f"{PROTOCOLS[FLAGS.protocol][0]}; last round, test data. "
+        f"{PROTOCOLS[FLAGS.protocol].text}; last round, test data. "
         "Mean ± standard deviation over seeds; differences are paired by seed, mean ± "
-        "standard error, bold where Student's t tells them from 0 (95 %).",
+        "standard error, bold where Student's t tells them from 0 (95 %). A method is "
+        "trained on one core; in brackets seconds, and gradients of a minibatch, "
+        "for FedAvg's one.",
         lines_of(rows),
-        "Chosen of six cells each on held-out training data, and how long a program "
-        "takes to compile:",
+        "Beside the paper, whose figures have a protocol of their own where it is "
+        "silent:",
+        beside_papers(rows),
+        "Chosen of six cells each on held-out training data, and how long all programs "
+        "take to compile:",
         settings_of(rows),
         "Not in it:",
-        left,
+        [
+            f"- `{name}`: {why}"
+            for name, why in PROTOCOLS[FLAGS.protocol].unsuited.items()
+        ],
     )
     out.with_suffix(".md").write_text(text)
     print(text)

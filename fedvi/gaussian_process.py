@@ -94,7 +94,7 @@ class Fit(NamedTuple):
 
 
 def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int) -> Fit:
-    """Draws the ω of all levels, from f = 0 on.
+    """Draws the ω of all levels, from draws of the prior on.
 
     A step draws ω ~ PG(1, f) and f ~ N(Σκ, Σ), Σ = (K⁻¹ + Ω)⁻¹; what is returned is
     drawn given the last f. No gradient flows through it.
@@ -134,8 +134,9 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
                 left = kappa / root - root * f0 - noise
                 return f0 + k @ (root * _solve(_scaled(k, root), left[:, None])[:, 0])
 
-            step_keys = jax.random.split(key, steps + 1)
-            f = jnp.zeros_like(kappa)
+            start_key, *step_keys = jax.random.split(key, steps + 2)
+            step_keys = jnp.stack(step_keys)
+            f = prior @ jax.random.normal(start_key, kappa.shape)
             f = jax.lax.fori_loop(0, steps, lambda i, f: step(step_keys[i], f), f)
             return polya_gamma.sample(step_keys[-1], f)
 
@@ -151,8 +152,8 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
 
     Given ω, f(x) is normal: its mean is kᵀ(K + Ω⁻¹)⁻¹Ω⁻¹κ, its variance
     k(x, x) - kᵀ(K + Ω⁻¹)⁻¹k; the logistic's mean is taken by Gauss-Hermite quadrature.
-    A node whose n examples all go one way has no process: (n + 1) / (n + 2) of what
-    comes goes that way (Laplace's rule), and without examples one half.
+    Where all examples go one way, so does what comes. Of C classes each that has none
+    of the n examples gets 1 / (n + C) (Laplace's rule), the others share the rest.
 
     Args:
       found: of `fit`; a gradient flows to its x and to the kernel.
@@ -183,17 +184,19 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
             for logs in jax.vmap(chain)(omega)
         )
         to_right, to_left = (
-            jnp.maximum(sign * kappa, 0.0) @ member * 2 for sign in (1, -1)
+            jnp.maximum(sign * kappa, 0.0) @ member for sign in (1, -1)
         )
-        split = ((to_right > 0) & (to_left > 0))[None]
-        total = to_right + to_left + 2
-        right_way = jnp.where(split, right_way, jnp.log((to_right + 1) / total)[None])
-        left_way = jnp.where(split, left_way, jnp.log((to_left + 1) / total)[None])
+        split = (node >= 0) & ((to_right > 0) & (to_left > 0))[node]
         way = jnp.where(right[None], right_way[:, node], left_way[:, node])
-        return jnp.where((node >= 0)[None], way, 0.0)
+        return jnp.where(split[None], way, 0.0)
 
     levels = jnp.asarray(tree.node), jnp.asarray(tree.right), found.omega
-    return jax.lax.map(level, levels).sum(axis=0)
+    path = jax.lax.map(level, levels).sum(axis=0)
+    classes = tree.node.shape[1]
+    seen = jnp.zeros(classes, bool).at[found.y].max(found.mask)
+    total = found.mask.sum() + classes
+    known = jnp.log((total - (~seen).sum()) / total)
+    return jnp.where(seen, path + known, -jnp.log(total))
 
 
 def _log_logistic(mean, variance) -> tuple[jax.Array, jax.Array]:

@@ -466,16 +466,20 @@ def descent(training: LocalTraining, round_index) -> tuple[Callable, Callable]:
 
 
 def squared_gradients(key, params, data, training: LocalTraining, loss: Callable):
-    """Σ_j (∂ℓ_j/∂θ)², one client's examples one by one.
+    """Σ_j (∂ℓ_j/∂θ)², one client's examples one after another.
 
     With ℓ_j = -log p(y_j|x_j, θ) it is the diagonal of the empirical Fisher
     information, which a Laplace approximation takes for the curvature of Σ_j ℓ_j.
+
+    So a gradient is squared and added while it is in the cache: an MLP's of 200,000
+    weights take a 50th of the time of a batch of 50 at once (one core of a CPU; not
+    measured on an accelerator).
 
     Args:
       key: typed PRNG key, split for `loss`.
       params: θ, pytree.
       data: one client's `ClientData`.
-      training: of which the batch size says how many gradients memory holds at once.
+      training: its augmentation and batch size, of what is read at once.
       loss: as of `minimise`; it gets batches of one example.
 
     Returns:
@@ -484,13 +488,15 @@ def squared_gradients(key, params, data, training: LocalTraining, loss: Callable
     layers = trees(params)
 
     def step(key, total, batch):
-        def square(x, y, real):
-            one = Batch(x[None], y[None], real[None])
+        def square(total, example):
+            one = jax.tree.map(lambda a: a[None], example)
             gradient = jax.grad(loss, argnums=1)(key, layers, one)
-            return jax.tree.map(lambda g: jnp.where(real, g**2, 0.0), gradient)
+            squares = jax.tree.map(
+                lambda t, g: t + jnp.where(example.mask, g**2, 0.0), total, gradient
+            )
+            return squares, None
 
-        squares = jax.vmap(square)(*batch)
-        return jax.tree.map(lambda t, s: t + s.sum(axis=0), total, squares)
+        return jax.lax.scan(square, total, batch)[0]
 
     zeros = jax.tree.map(jnp.zeros_like, layers)
     total = fold_minibatches(key, data, training.one_pass(), step, zeros)

@@ -141,11 +141,8 @@ def test_classes_without_examples_get_what_laplaces_rule_leaves(points):
     given = x[:3], jnp.full(3, 4), jnp.array([True, True, False])
     found = fit(KEY, tree, KERNEL, *given, chains=2, steps=1)
     probabilities = np.exp(log_probabilities(found, tree, KERNEL, x[3:5]))
-    # Classes 0, 1 are left of the root, then 2 left of 3, 4.
     np.testing.assert_allclose(
-        probabilities,
-        np.tile([1 / 8, 1 / 8, 3 / 16, 9 / 64, 27 / 64], (2, 1)),
-        rtol=1e-5,
+        probabilities, np.tile([1 / 7, 1 / 7, 1 / 7, 1 / 7, 3 / 7], (2, 1)), rtol=1e-5
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 
 from fedvi.algorithm import Algorithm, Task
@@ -44,7 +44,7 @@ class CFL(Options):
         traced=True,
     )
     min_rounds: int = option(
-        20, "And the round, from 0, is above this.", source="public code", at_least=-1
+        20, "And the round, from 1, is above this.", source="public code", at_least=0
     )
     norms: Literal["absolute", "relative"] = option(
         "absolute",
@@ -63,10 +63,13 @@ def cfl(task: Task, options: CFL) -> Algorithm:
     Client: FedAvg's from its cluster's model θ_c: Δ_i = θ_i - θ_c.
     Server, for every cluster: if ‖Σ_i n_i Δ_i / Σ_i n_i‖ < eps1, max_i ‖Δ_i‖ > eps2, it
     has more than two members and the round is above min_rounds, its members are split
-    in two by complete linkage of 1 - cos(Δ_i, Δ_j). Then θ_c <- θ_c + Σ_i n_i Δ_i /
+    in two by complete linkage of 1 - cos(Δ_i, Δ_j). (That is the public code's; the
+    paper's bipartition has the least largest cosine across, which is single linkage,
+    and is kept only if that is small enough.) Then θ_c <- θ_c + Σ_i n_i Δ_i /
     Σ_i n_i over the members of each cluster, one that was split off beginning at its
-    parent's model. All clients take part in every round. A client that never did takes
-    the model of the least training loss (the paper keeps the tree of splits for that).
+    parent's model. All clients take part in every round. A client that never did, or
+    failed when its cluster was split, takes the model of the least training loss (the
+    paper keeps the tree of splits for that).
     Before a split it is FedAvg.
 
     The condition max_i ‖Δ_i‖ > eps2 is of one client, not of a gradient: local steps of
@@ -95,7 +98,7 @@ def cfl(task: Task, options: CFL) -> Algorithm:
             server.count,
             options.eps1 * unit,
             options.eps2 * unit,
-            round_index > options.min_rounds,
+            round_index + 1 > options.min_rounds,
             vmap_method="sequential",
         )
 
@@ -106,7 +109,9 @@ def cfl(task: Task, options: CFL) -> Algorithm:
             return optax.tree.add(start, mean)
 
         models = jax.lax.map(update, jnp.arange(options.max_clusters))
-        return Members(models, aggregate.noted(server.cluster, new), count, scale)
+        was_split = jnp.zeros(options.max_clusters, bool).at[old].max(new != old)
+        known = jnp.where(was_split[server.cluster], -1, server.cluster)
+        return Members(models, aggregate.noted(known, new), count, scale)
 
     return with_members(
         "cfl", task, options.max_clusters, server_update, cohort="all", host=True
@@ -140,8 +145,8 @@ def split(gram, n, cluster, count, eps1, eps2, late, *, max_clusters):
         cosine = gram[np.ix_(own, own)] / np.outer(length, length)
         far = np.maximum(1 - cosine, 0.0)  # rounding; SciPy refuses less than 0
         tree = linkage(squareform(far, checks=False), method="complete")
-        half = fcluster(tree, 2, criterion="maxclust") == 2
-        if half.any():  # not where all are equal
+        if tree[-1, 2] > 1e-6:  # not where all are equal but for rounding
+            half = cut_tree(tree, 2)[:, 0] == 1
             cluster[own[half]] = count
             count += 1
     return cluster.astype(np.int32), np.int32(count)

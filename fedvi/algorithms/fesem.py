@@ -34,7 +34,8 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
     Lloyd's steps. A client whose cluster is not known takes the centre of the least
     training loss.
 
-    Metrics: `loss`, the mean over the local steps; `clusters`, centres in use.
+    Metrics: `loss`, the mean over the local steps; `clusters`, 1 before the first
+    round and K after it.
 
     Raises:
       ValueError: more clusters than clients.

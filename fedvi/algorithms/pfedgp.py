@@ -71,9 +71,12 @@ class PFedGP(Options):
 def pfedgp(task: Task, options: PFedGP) -> Algorithm:
     """Builds pFedGP.
 
-    The network without its head embeds an example; `fedvi.gaussian_process` classifies
-    the embedded examples of one client: k(a, b) = outputscale · exp(-‖a - b‖² / 2ℓ²) on
-    a balanced tree of the classes (the public code clusters each client's classes).
+    The network without its head embeds an example as a unit vector, as in the public
+    code: of long ones the kernel sees none of the others. `fedvi.gaussian_process`
+    classifies the embedded examples of one client: k(a, b) = outputscale ·
+    exp(-‖a - b‖² / 2ℓ²) on a balanced tree of the classes. (The public code clusters
+    each client's own classes, splits S and Q class by class, and sums the means of the
+    nodes' losses.)
 
     Client: the data of a step fall into random halves S and Q, and the network descends
     -1/|Q| Σ_{j in Q} log p(y_j | x_j, S). The Pólya-Gamma variables drawn given S are
@@ -82,8 +85,8 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
     Server: the uniform mean of the networks, as differences.
     Prediction: a client's process on all of its training data, embedded by the shared
     network; nothing is fine-tuned. A class that it has no examples of gets what
-    Laplace's rule leaves (the paper's tree has no such class). There is no global
-    model: `global_predictive` is uniform.
+    Laplace's rule leaves, once for all nodes (the paper's tree has no such class).
+    There is no global model: `global_predictive` is uniform.
 
     Server state: `{"body": ...}`. Metrics: `loss`, the mean of the loss over the steps.
     `task.finetuning` is not used.
@@ -102,7 +105,9 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
         )
 
     def embed(server, x, mask):
-        return model.features(server, x, mask).reshape(len(x), -1)
+        z = model.features(server, x, mask).reshape(len(x), -1)
+        squares = jnp.sum(z**2, axis=1, keepdims=True)
+        return z * jax.lax.rsqrt(jnp.maximum(squares, 1e-12))
 
     def classify(key, x, y, mask, chains):
         steps = options.gibbs_steps

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedavg, fedem
-from fedvi.algorithms.fedem import example_losses, expectation
+from fedvi.algorithms.fedem import example_losses, expectation, responsibilities
+from fedvi.local import LocalTraining
 
 KEY = jax.random.key(3)
 
@@ -79,3 +81,36 @@ def test_rounding_takes_no_share_below_zero(task):
     np.testing.assert_allclose(after.weights, [0, 4 / 9, 5 / 9], atol=1e-6)
     x, mask = jnp.ones((2, 6)), jnp.ones(2, bool)
     assert np.isfinite(algorithm.global_predictive(KEY, after, x, mask)).all()
+
+
+def test_an_em_step_by_hand(task, train):
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), train)
+    size = int(data.size)
+    training = LocalTraining(epochs=1, batch_size=20, learning_rate=0.1, momentum=0.0)
+    algorithm = fedem(task._replace(training=training), components=2, em_steps=0)
+    server, before = algorithm.init(KEY), jnp.array([0.9, 0.1])
+    output = jax.jit(algorithm.client_update)(KEY, 0, server, before, data)
+
+    def losses(params):
+        logits = task.model.apply(params, data.x[:size])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, data.y[:size])
+
+    models = [jax.tree.map(lambda leaf: leaf[m], server.components) for m in (0, 1)]
+    q = np.exp(-np.float64([losses(m) for m in models]).T) * np.float64(before)
+    q /= q.sum(1, keepdims=True)
+    np.testing.assert_allclose(
+        responsibilities(jnp.stack([losses(m) for m in models], 1), before), q, 1e-4
+    )
+    np.testing.assert_allclose(output.client, q.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(output.upload.weights, q.mean(0) - 0.5, atol=1e-5)
+    assert output.weight == size
+    for m, theta in enumerate(models):
+        slope = jax.grad(lambda p: (jnp.float32(q[:, m]) * losses(p)).mean())(theta)
+        jax.tree.map(
+            lambda a, g: np.testing.assert_allclose(a[m], -0.1 * g, atol=1e-6),
+            output.upload.components,
+            slope,
+        )
+    # No step: what the client kept.
+    personal = jax.jit(algorithm.personalise)(KEY, server, output.client, data)
+    np.testing.assert_allclose(personal.weights, output.client)

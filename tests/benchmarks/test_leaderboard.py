@@ -66,11 +66,11 @@ def test_differences_are_paired_by_seed(leaderboard):
 
 
 def test_every_method_takes_part_or_has_a_reason(leaderboard):
-    taking_part = set(leaderboard.methods())
     known = algorithms.ALGORITHMS
     own = {name for name in known if known[name].__module__.startswith("fedvi.")}
-    assert own <= taking_part | set(leaderboard.UNSUITED)
-    for name in own & taking_part:
+    for protocol in leaderboard.PROTOCOLS.values():
+        assert set(protocol.unsuited) <= own
+    for name in own & set(leaderboard.methods()):
         grid = leaderboard.grid_of(name)
         assert np.prod([len(values) for values in grid.values()]) == 6, name
         for setting, values in grid.items():
@@ -78,3 +78,28 @@ def test_every_method_takes_part_or_has_a_reason(leaderboard):
             options = algorithms.options_of(name).__dataclass_fields__
             fields = leaderboard.ExperimentConfig.__dataclass_fields__
             assert setting in options or setting in fields, (name, setting)
+
+
+def test_the_readme_has_the_table_that_was_measured(leaderboard):
+    rows = leaderboard.read(leaderboard.tables().with_suffix(".csv"))
+    begin, end = leaderboard.MARKS
+    block = begin + "\n".join(leaderboard.lines_of(rows)) + "\n" + end
+    assert block in leaderboard.README.read_text()
+
+
+def test_flag_files_are_cut_from_the_tables(leaderboard, monkeypatch):
+    tables = sorted((leaderboard.HERE / "results").glob("leaderboard_*.csv"))
+    assert tables
+    for table in tables:
+        protocol = max(
+            (name for name in leaderboard.PROTOCOLS if f"_{name}_" in table.stem),
+            key=len,
+        )
+        monkeypatch.setattr(leaderboard.FLAGS, "protocol", protocol)
+        dataset = table.stem.removeprefix(f"leaderboard_{protocol}_")
+        monkeypatch.setattr(leaderboard.FLAGS, "dataset", dataset)
+        for cells in leaderboard.read(table):
+            if cells["paper"]:
+                text = leaderboard.flag_file(cells["method"]).read_text()
+                if leaderboard.SIGNATURE in text:
+                    assert text == leaderboard.flag_text(cells), cells["method"]
