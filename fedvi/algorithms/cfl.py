@@ -80,7 +80,7 @@ def cfl(task: Task, options: CFL) -> Algorithm:
     """
 
     def server_update(key, round_index, server, aggregate):
-        moved, n = aggregate.uploads["upload"], aggregate.weight
+        moved, n = aggregate.uploads["moved"], aggregate.weight
         gram = sum(
             jnp.matmul(flat, flat.T, precision="highest")
             for flat in (leaf.reshape(len(n), -1) for leaf in jax.tree.leaves(moved))

@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedvi.algorithm import Algorithm, Task, send_all
-from fedvi.algorithms.common import at, data_loss, plain_loss
-from fedvi.algorithms.fedavg import Server, fedavg
+from fedvi.algorithm import Algorithm, ClientOutput, Task
+from fedvi.algorithms.common import (
+    at,
+    data_loss,
+    finetune,
+    plain_loss,
+    point_estimate,
+    train_from,
+)
 from fedvi.options import Options, option
 
 __all__ = [
     "Clusters",
     "Members",
     "clustered",
-    "in_its_cluster",
     "least_loss",
     "weighted_mean",
     "with_members",
@@ -49,32 +54,6 @@ def least_loss(loss: Callable, models):
     # An overflowing cluster attracts nobody.
     losses = jnp.where(jnp.isnan(losses), jnp.inf, losses)
     return jnp.argmin(losses).astype(jnp.int32)
-
-
-def in_its_cluster(one: Algorithm, assign: Callable, metrics: Callable):
-    """(client_update, personalise) of `one` with the server of a client's cluster.
-
-    Args:
-      one: a method with one server. Beside its upload the cluster is sent.
-      assign: as of `Algorithm`.
-      metrics: `(server, cluster) -> dict`, beside those of `one`.
-    """
-
-    def client_update(key, round_index, server, client, data):
-        assign_key, train_key = jax.random.split(key)
-        cluster, own = assign(assign_key, server, client, data)
-        output = one.client_update(train_key, round_index, own, client, data)
-        return output._replace(
-            upload={"cluster": cluster, "upload": output.upload},
-            metrics={**dict(output.metrics), **metrics(server, cluster)},
-        )
-
-    def personalise(key, server, client, data):
-        assign_key, train_key = jax.random.split(key)
-        _, own = assign(assign_key, server, client, data)
-        return one.personalise(train_key, own, client, data)
-
-    return client_update, personalise
 
 
 def clustered(
@@ -114,8 +93,15 @@ def clustered(
     def init_client(key, server):
         return one.init_client(key, at(server, 0))
 
-    def shares(server, cluster):
-        return {f"share_{k}": jnp.float32(cluster == k) for k in range(clusters)}
+    def client_update(key, round_index, server, client, data):
+        assign_key, train_key = jax.random.split(key)
+        cluster, own = assign(assign_key, server, client, data)
+        output = one.client_update(train_key, round_index, own, client, data)
+        shares = {f"share_{k}": jnp.float32(cluster == k) for k in range(clusters)}
+        return output._replace(
+            upload={"cluster": cluster, "upload": output.upload},
+            metrics={**dict(output.metrics), **shares},
+        )
 
     def statistics(server, sent):
         """Of one client: its statistics at its cluster's place, zeros elsewhere."""
@@ -134,10 +120,14 @@ def clustered(
         sums = aggregate.statistics
         return jax.vmap(update)(server, sums["members"], sums["placed"])
 
+    def personalise(key, server, client, data):
+        assign_key, train_key = jax.random.split(key)
+        _, own = assign(assign_key, server, client, data)
+        return one.personalise(train_key, own, client, data)
+
     def unicast(server, client_id):
         return client_id % clusters, server
 
-    client_update, personalise = in_its_cluster(one, assign, shares)
     return one._replace(
         name=name,
         init=init,
@@ -172,19 +162,18 @@ def with_members(
 ) -> Algorithm:
     """The `Algorithm` of a method whose server looks at every upload to form clusters.
 
-    All models start equal and one is in use. A client does as in FedAvg, from its
-    cluster's model; one whose cluster is not known from that of the least training
-    loss. It sends its cluster k beside. Metrics: `loss`; `clusters`, in use.
+    All models start equal and one is in use. A client trains from its cluster's; one
+    whose cluster is not known from that of the least training loss. It sends its
+    cluster k and θ_i - θ_k, and weighs n_i. Metrics: `loss`; `clusters`, in use.
 
     Args:
       name: of the method.
       task: model, local training and number of clients.
       clusters: how many there can be.
       server_update: of `Algorithm`, of `Members` and a `StackedAggregate` of
-        `{"cluster", "upload"}`.
+        `{"cluster", "moved"}`.
       **functions: other fields of `Algorithm`.
     """
-    one = fedavg(task)
 
     def init(key):
         params = task.model.init(key)
@@ -203,19 +192,29 @@ def with_members(
 
         nearest = least_loss(loss, (jnp.arange(clusters), server.models))
         cluster = jnp.where(server.cluster < 0, nearest, server.cluster)
-        return cluster, Server(at(server.models, cluster), ())
+        return cluster, at(server.models, cluster)
 
-    def in_use(server, cluster):
-        return {"clusters": server.count.astype(jnp.float32)}
+    def client_update(key, round_index, server, client, data):
+        assign_key, train_key = jax.random.split(key)
+        cluster, own = assign(assign_key, server, client, data)
+        params, value = train_from(task, train_key, round_index, own, data)
+        upload = {"cluster": cluster, "moved": optax.tree.sub(params, own)}
+        metrics = {"loss": value, "clusters": server.count.astype(jnp.float32)}
+        return ClientOutput(upload, data.size, metrics=metrics)
 
-    client_update, personalise = in_its_cluster(one, assign, in_use)
-    return one._replace(
-        name=name,
+    def personalise(key, server, client, data):
+        assign_key, train_key = jax.random.split(key)
+        own = assign(assign_key, server, client, data)[1]
+        return finetune(task, train_key, own, data)
+
+    return point_estimate(
+        name,
+        task,
+        params_of=lambda params: params,
         init=init,
         client_update=client_update,
         server_update=server_update,
         personalise=personalise,
-        broadcast=send_all,
         assign=assign,
         unicast=unicast,
         reduce="stack",

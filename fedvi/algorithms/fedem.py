@@ -17,7 +17,7 @@ from fedvi.local import fold_minibatches, minimise
 from fedvi.nn import Model
 from fedvi.options import Options, option
 
-__all__ = ["FedEM", "Server", "fedem"]
+__all__ = ["FedEM", "Server", "fedem", "responsibilities"]
 
 
 class Server(NamedTuple):
@@ -151,17 +151,22 @@ def example_losses(task: Task, key, params, data):
 
 
 def expectation(losses, pi, size):
-    """(q_jm ∝ π_m exp(-ℓ_jm) [capacity, components], their mean [components]).
+    """(q [capacity, components], π [components]): E step, and its mean.
 
     Args:
       losses: [capacity, components] ℓ_jm.
       pi: [components] π.
       size: n, of which examples the mean is; of an empty client π stays.
     """
-    q = jax.nn.softmax(jnp.log(pi)[None] - losses, axis=-1)
+    q = responsibilities(losses, pi)
     real = jnp.arange(len(q)) < size
     total = jnp.where(real[:, None], q, 0.0).sum(0)
     return q, jnp.where(size > 0, total / jnp.maximum(size, 1), pi)
+
+
+def responsibilities(losses, pi):
+    """[examples, components] q_jm ∝ π_m exp(-ℓ_jm)."""
+    return jax.nn.softmax(jnp.log(pi)[None] - losses, axis=-1)
 
 
 def maximisation(task: Task, key, round_index, components, q, data, training):

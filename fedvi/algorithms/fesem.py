@@ -44,7 +44,7 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
 
     def server_update(key, round_index, server, aggregate):
         started = at(server.models, aggregate.uploads["cluster"])
-        models = optax.tree.add(started, aggregate.uploads["upload"])
+        models = optax.tree.add(started, aggregate.uploads["moved"])
         real = aggregate.weight > 0
 
         def lloyd(_, centres):
