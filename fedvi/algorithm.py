@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedvi import checks
@@ -207,6 +208,13 @@ class StackedAggregate(NamedTuple):
     client_ids: jax.Array
     participants: jax.Array
     population: int
+
+    def noted(self, kept: jax.Array, rows: jax.Array) -> jax.Array:
+        """`kept` `[ids, ...]` with the participants' `rows` `[cohort, ...]` in place;
+        who is empty or failed keeps its own."""
+        # An id out of range is dropped.
+        ids = jnp.where(self.weight > 0, self.client_ids, len(kept))
+        return kept.at[ids].set(rows, mode="drop")
 
 
 class Importance(NamedTuple):

@@ -29,7 +29,6 @@ __all__ = ["Fit", "Kernel", "Tree", "balanced_tree", "fit", "log_probabilities"]
 # Variance of f that is no function of x. float32 loses about as much of a kernel of
 # some hundred equal examples.
 _JITTER = 1e-3
-_QUADRATURE = 20
 
 
 class Kernel(NamedTuple):
@@ -94,13 +93,6 @@ class Fit(NamedTuple):
     omega: jax.Array
 
 
-class _Level(NamedTuple):
-    """A level's examples: `member` `[n, nodes]` 0 or 1, `kappa` `[n]`."""
-
-    member: jax.Array
-    kappa: jax.Array
-
-
 def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int) -> Fit:
     """Draws the ω of all levels, from draws of the prior on.
 
@@ -126,8 +118,8 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
 
     def level(inputs):
         key, node, right = inputs
-        members = _level(tree, node, right, y, mask)
-        k = _blocks(gram, members)
+        member, kappa = _level(tree, node, right, y, mask)
+        k = _blocks(gram, member)
         prior = _lapack(jnp.linalg.cholesky)(k)
 
         def chain(key):
@@ -139,12 +131,12 @@ def fit(key, tree: Tree, kernel: Kernel, x, y, mask, *, chains: int, steps: int)
                 noise = jax.random.normal(noise_key, f.shape)
                 root = jnp.sqrt(omega)
                 # A draw of the prior, moved to agree with the data (Matheron).
-                left = members.kappa / root - root * f0 - noise
+                left = kappa / root - root * f0 - noise
                 return f0 + k @ (root * _solve(_scaled(k, root), left[:, None])[:, 0])
 
             start_key, *step_keys = jax.random.split(key, steps + 2)
             step_keys = jnp.stack(step_keys)
-            f = prior @ jax.random.normal(start_key, members.kappa.shape)
+            f = prior @ jax.random.normal(start_key, kappa.shape)
             f = jax.lax.fori_loop(0, steps, lambda i, f: step(step_keys[i], f), f)
             return polya_gamma.sample(step_keys[-1], f)
 
@@ -170,46 +162,33 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
       x: `[m, features]`.
     """
     gram, cross = kernel(found.x, found.x), kernel(found.x, x)
-    points, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE)
-    points = jnp.asarray(points, jnp.float32)[:, None, None]
-    log_weights = jnp.asarray(np.log(weights / weights.sum()), jnp.float32)
 
     @jax.checkpoint  # or all levels' factors are kept for the gradient
     def level(inputs):
         node, right, omega = inputs
-        members = _level(tree, node, right, found.y, found.mask)
-        k = _blocks(gram, members)
+        member, kappa = _level(tree, node, right, found.y, found.mask)
+        k = _blocks(gram, member)
 
         def chain(omega):
             """`[m, nodes]` log p(right), log p(left), of one draw."""
             root = jnp.sqrt(omega)
             across = root[:, None] * cross
-            both = jnp.concatenate([across, (members.kappa / root)[:, None]], axis=1)
+            both = jnp.concatenate([across, (kappa / root)[:, None]], axis=1)
             solved = _solve(_scaled(k, root), both)
-            mean = (across * solved[:, -1:]).T @ members.member
-            explained = (across * solved[:, :-1]).T @ members.member
-            variance = kernel.outputscale - explained
-            f = mean[None] + jnp.sqrt(jnp.maximum(variance, 1e-6))[None] * points
-            return tuple(
-                jax.nn.logsumexp(
-                    jax.nn.log_sigmoid(way) + log_weights[:, None, None], axis=0
-                )
-                for way in (f, -f)
-            )
+            mean = (across * solved[:, -1:]).T @ member
+            explained = (across * solved[:, :-1]).T @ member
+            return _log_logistic(mean, kernel.outputscale - explained)
 
         right_way, left_way = (
             jax.nn.logsumexp(logs, axis=0) - math.log(len(omega))
             for logs in jax.vmap(chain)(omega)
         )
         to_right, to_left = (
-            jnp.maximum(sign * members.kappa, 0.0) @ members.member for sign in (1, -1)
+            jnp.maximum(sign * kappa, 0.0) @ member for sign in (1, -1)
         )
-        split = ((to_right > 0) & (to_left > 0))[None]
-        right_way, left_way = (
-            jnp.where(split, logs, 0.0) for logs in (right_way, left_way)
-        )
+        split = (node >= 0) & ((to_right > 0) & (to_left > 0))[node]
         way = jnp.where(right[None], right_way[:, node], left_way[:, node])
-        return jnp.where((node >= 0)[None], way, 0.0)
+        return jnp.where(split[None], way, 0.0)
 
     levels = jnp.asarray(tree.node), jnp.asarray(tree.right), found.omega
     path = jax.lax.map(level, levels).sum(axis=0)
@@ -220,17 +199,30 @@ def log_probabilities(found: Fit, tree: Tree, kernel: Kernel, x) -> jax.Array:
     return jnp.where(seen, path + known, -jnp.log(total))
 
 
-def _level(tree: Tree, node, right, y, mask) -> _Level:
+def _log_logistic(mean, variance) -> tuple[jax.Array, jax.Array]:
+    """log E[σ(f)], log E[σ(-f)] of f ~ N(mean, variance), by quadrature."""
+    points, weights = np.polynomial.hermite_e.hermegauss(20)
+    points = jnp.asarray(points, jnp.float32)[:, None, None]
+    log_weights = jnp.asarray(np.log(weights / weights.sum()), jnp.float32)
+    log_weights = log_weights[:, None, None]
+    f = mean[None] + jnp.sqrt(jnp.maximum(variance, 1e-6))[None] * points
+    return tuple(
+        jax.nn.logsumexp(jax.nn.log_sigmoid(way) + log_weights, axis=0)
+        for way in (f, -f)
+    )
+
+
+def _level(tree: Tree, node, right, y, mask) -> tuple[jax.Array, jax.Array]:
+    """(`[n, nodes]` 0 or 1, an example's node; `[n]` κ) at one level."""
     nodes = int(tree.node.max()) + 1
     place = jnp.where(mask, node[y], -1)
     kappa = jnp.where(place >= 0, right[y] - 0.5, 0.0)
-    return _Level(jax.nn.one_hot(place, nodes), kappa)
+    return jax.nn.one_hot(place, nodes), kappa
 
 
-def _blocks(gram: jax.Array, level: _Level) -> jax.Array:
+def _blocks(gram: jax.Array, member: jax.Array) -> jax.Array:
     """K of a level; who is in none of its nodes is alone."""
-    same = level.member @ level.member.T
-    return gram * same + _JITTER * jnp.eye(len(gram))
+    return gram * (member @ member.T) + _JITTER * jnp.eye(len(gram))
 
 
 def _scaled(k: jax.Array, root: jax.Array) -> jax.Array:
@@ -238,28 +230,15 @@ def _scaled(k: jax.Array, root: jax.Array) -> jax.Array:
     return jnp.eye(len(k)) + root[:, None] * k * root[None]
 
 
-@jax.custom_vjp
 def _solve(b: jax.Array, right: jax.Array) -> jax.Array:
     """b⁻¹ right of a symmetric b; no gradient of its factor is needed."""
 
     def solve(b, right):
         return jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(b), True), right)
 
-    return _lapack(solve)(b, right)
-
-
-def _solve_forward(b, right):
-    solved = _solve(b, right)
-    return solved, (b, solved)
-
-
-def _solve_backward(saved, cotangent):
-    b, solved = saved
-    back = _solve(b, cotangent)
-    return -back @ solved.T, back
-
-
-_solve.defvjp(_solve_forward, _solve_backward)
+    return jax.lax.custom_linear_solve(
+        lambda x: b @ x, right, lambda _, y: _lapack(solve)(b, y), symmetric=True
+    )
 
 
 def _lapack(function: Callable) -> Callable:

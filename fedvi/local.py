@@ -20,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "descent",
     "fold_minibatches",
+    "iterates",
     "layerwise",
     "minimise",
     "num_steps",
@@ -84,6 +85,12 @@ class LocalTraining(NamedTuple):
     def one_pass(self) -> "LocalTraining":
         """All of a client's data once as they are, for what is no training."""
         return LocalTraining(epochs=1, batch_size=self.batch_size)
+
+    def at_rate(self, rate: float | None) -> "LocalTraining":
+        """The same at another learning rate, in all rounds; None: at its own."""
+        if rate is None:
+            return self
+        return self._replace(learning_rate=lambda round_index: rate)
 
     def learning_rate_at(self, round_index):
         """The learning rate in a round."""
@@ -370,9 +377,8 @@ def minimise(
       penalty: optional `(params) -> Quadratic` of the layers, added to the loss. If it
         depends on where the parameters are, before a step, it is the quadratic that
         touches the true penalty there from above (majorise-minimise, as in EM). With
-        SGD each
-        step ends at its exact minimum beside the step's own result (a proximal step),
-        which is stable at any weight. Its step size is lr / (1 - momentum): heavy-ball
+        SGD each step ends at its exact minimum beside the step's own result (a proximal
+        step), stable at any weight. Its step size is lr / (1 - momentum): heavy-ball
         momentum multiplies every gradient by 1 / (1 - momentum) in the long run, and
         only with the same factor is the fixed point that of loss + penalty. The
         penalty pulls with that factor from the first step on, the loss only after some
@@ -382,24 +388,54 @@ def minimise(
     Returns:
       (trained params, mean of the loss without the penalty over the steps).
     """
+    return iterates(key, round_index, params, data, training, loss, penalty)[:2]
+
+
+def iterates(
+    key,
+    round_index,
+    params,
+    data,
+    training: LocalTraining,
+    loss: Callable,
+    penalty: Callable | None = None,
+    see: Callable = lambda layers, seen: seen,
+    seen: Any = (),
+):
+    """`minimise` that shows where it goes.
+
+    Args:
+      key: as `minimise`, with the next six.
+      round_index: likewise.
+      params: likewise.
+      data: likewise.
+      training: likewise.
+      loss: likewise.
+      penalty: likewise.
+      see: `(layers, seen) -> seen`, called with the layers after each step.
+      seen: pytree, at first.
+
+    Returns:
+      (trained params, mean loss, seen).
+    """
     init, descend = descent(training, round_index)
 
     def step(key, carry, batch):
-        layers, moments, total = carry
+        layers, moments, total, seen = carry
         value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
         # Where the step starts: only there the quadratic and the penalty have the same
         # gradient at rest.
         near = None if penalty is None else penalty(layers)
         layers, moments = descend(layers, moments, gradients, near)
-        return layers, moments, total + value
+        return layers, moments, total + value, see(layers, seen)
 
     # An SGD step on the vector would copy it twice more: into slices for the network,
     # and out of them for the gradient.
     layers = trees(params)
-    start = (layers, init(layers), jnp.zeros(()))
-    layers, _, total = fold_minibatches(key, data, training, step, start)
+    start = (layers, init(layers), jnp.zeros(()), seen)
+    layers, _, total, seen = fold_minibatches(key, data, training, step, start)
     steps = jnp.maximum(num_steps(data.size, training), 1)
-    return like_flats(layers, params), total / steps
+    return like_flats(layers, params), total / steps, seen
 
 
 def descent(training: LocalTraining, round_index) -> tuple[Callable, Callable]:

@@ -24,6 +24,7 @@ __all__ = [
     "choices_of",
     "describe",
     "groups_of",
+    "inherited",
     "kinds_of",
     "option",
     "range_of",
@@ -92,8 +93,14 @@ def option(
     )
 
 
+def inherited(options: type, name: str, default: Any, source: str = "") -> Any:
+    """The option `name` of another class of options, with a default of one's own."""
+    metadata = options.__dataclass_fields__[name].metadata
+    return dataclasses.field(default=default, metadata={**metadata, "source": source})
+
+
 @typing.dataclass_transform(
-    kw_only_default=True, frozen_default=True, field_specifiers=(option,)
+    kw_only_default=True, frozen_default=True, field_specifiers=(option, inherited)
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, Task
+from fedvi.algorithm import Aggregate, Algorithm, ClientOutput, StackedAggregate, Task
 from fedvi.data import ClientArrays
 
 
@@ -11,6 +11,13 @@ def test_the_mean_of_an_aggregate_divides_by_the_weight():
     aggregate = Aggregate(statistics, jnp.float32(4), jnp.float32(2), 10)
     np.testing.assert_array_equal(aggregate.mean()["a"], [0.5, 1.0])
     assert aggregate.mean()["b"] == 1.5
+
+
+def test_a_server_notes_the_rows_of_whose_upload_arrived():
+    weight, ids = jnp.array([2.0, 0.0]), jnp.array([3, 1])
+    aggregate = StackedAggregate((), weight, ids, jnp.float32(1), 4)
+    found = aggregate.noted(jnp.zeros((4, 2)), jnp.ones((2, 2)))
+    np.testing.assert_array_equal(found, [[0, 0], [0, 0], [0, 0], [1, 1]])
 
 
 def test_by_default_clients_keep_nothing_and_servers_send_everything():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.options import Options, describe, option
+from fedvi.options import Options, describe, inherited, option
 
 
 class Family(Options):
@@ -92,3 +92,17 @@ def test_a_plain_field_is_no_option():
 
         class Slip(Options):
             beta: float = 0.5
+
+
+def test_an_inherited_option_differs_in_its_default_and_source_alone():
+    class Other(Method):
+        count: int = inherited(Method, "count", 5, "elsewhere")
+
+    assert (Method().count, Other().count) == (3, 5)
+    ours, theirs = (
+        next(line for line in describe(options).splitlines() if "count:" in line)
+        for options in (Other, Method)
+    )
+    assert ours == theirs.replace("default 3", "default 5").replace("§6", "elsewhere")
+    with pytest.raises(ValueError, match="at least 1 and at most 9"):
+        Other(count=10)

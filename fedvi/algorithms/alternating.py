@@ -17,7 +17,6 @@ __all__ = [
     "Alternating",
     "Learner",
     "alternate",
-    "at_rate",
     "averaged",
     "free_energy",
     "learner",
@@ -99,7 +98,7 @@ def require_stable(
     moving = w_moves and options.global_steps > 0
     check_stable(task.training, curvature, term, chased=moving)
     if moving:
-        w_training = at_rate(task.training, options.global_learning_rate)
+        w_training = task.training.at_rate(options.global_learning_rate)
         w_term = f"global_learning_rate: {term}"
         check_stable(w_training, curvature, w_term, chased=True)
     if task.finetuning.epochs > 0:
@@ -190,7 +189,7 @@ def alternate(
     """
     objective, divergence = energy
     optimizer = training.optimizer_at(round_index)
-    w_optimizer = at_rate(training, global_learning_rate).optimizer_at(round_index)
+    w_optimizer = training.at_rate(global_learning_rate).optimizer_at(round_index)
 
     def minibatch(key, carry, batch):
         q, w, total = carry
@@ -214,13 +213,6 @@ def alternate(
     start = (personal, localised, jnp.zeros(()))
     q, w, total = fold_minibatches(key, data, training, minibatch, start)
     return q, w, total / jnp.maximum(num_steps(data.size, training), 1)
-
-
-def at_rate(training: LocalTraining, rate: float | None) -> LocalTraining:
-    """`training` at another learning rate, in all rounds; None: at its own."""
-    if rate is None:
-        return training
-    return training._replace(learning_rate=lambda round_index: rate)
 
 
 def _descend(optimizer, learner: Learner, gradients) -> Learner:

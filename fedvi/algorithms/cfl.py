@@ -15,7 +15,8 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.clustered import Members, at, with_members
+from fedvi.algorithms.clustered import Members, weighted_mean, with_members
+from fedvi.algorithms.common import at
 from fedvi.algorithms.registry import builder
 from fedvi.options import Options, option
 
@@ -78,7 +79,7 @@ def cfl(task: Task, options: CFL) -> Algorithm:
     Metrics: `loss`, the mean over the local steps; `clusters`, before the round.
     """
 
-    def server_update(round_index, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         moved, n = aggregate.uploads["moved"], aggregate.weight
         gram = sum(
             jnp.matmul(flat, flat.T, precision="highest")
@@ -102,19 +103,15 @@ def cfl(task: Task, options: CFL) -> Algorithm:
         )
 
         def update(k):
-            member = (new == k) * n
-            share = member / jnp.maximum(member.sum(), 1)
+            mean = weighted_mean((new == k) * n, moved)
             parent = jnp.max(jnp.where(new == k, old, -1))
             start = at(server.models, jnp.where(parent < 0, k, parent))
-            mean = jax.tree.map(lambda m: jnp.tensordot(share, m, 1), moved)
             return optax.tree.add(start, mean)
 
         models = jax.lax.map(update, jnp.arange(options.max_clusters))
-        ids = jnp.where(n > 0, aggregate.client_ids, len(server.cluster))
         was_split = jnp.zeros(options.max_clusters, bool).at[old].max(new != old)
         known = jnp.where(was_split[server.cluster], -1, server.cluster)
-        noted = known.at[ids].set(new, mode="drop")
-        return Members(models, noted, count, scale)
+        return Members(models, aggregate.noted(known, new), count, scale)
 
     return with_members(
         "cfl", task, options.max_clusters, server_update, cohort="all", host=True

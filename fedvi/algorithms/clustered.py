@@ -9,6 +9,7 @@ import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
+    at,
     data_loss,
     finetune,
     plain_loss,
@@ -17,7 +18,14 @@ from fedvi.algorithms.common import (
 )
 from fedvi.options import Options, option
 
-__all__ = ["Clusters", "Members", "at", "clustered", "least_loss", "with_members"]
+__all__ = [
+    "Clusters",
+    "Members",
+    "clustered",
+    "least_loss",
+    "weighted_mean",
+    "with_members",
+]
 
 
 class Clusters(Options):
@@ -34,9 +42,10 @@ class Clusters(Options):
             )
 
 
-def at(servers, cluster):
-    """One cluster's of leaves `[clusters, ...]`."""
-    return jax.tree.map(lambda leaf: leaf[cluster], servers)
+def weighted_mean(weights, stacked):
+    """Mean of leaves `[cohort, ...]`; zeros where all weights are 0."""
+    share = weights / jnp.maximum(weights.sum(), 1)
+    return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1), stacked)
 
 
 def least_loss(loss: Callable, models):
@@ -116,7 +125,10 @@ def clustered(
         _, own = assign(assign_key, server, client, data)
         return one.personalise(train_key, own, client, data)
 
-    algorithm = one._replace(
+    def unicast(server, client_id):
+        return client_id % clusters, server
+
+    return one._replace(
         name=name,
         init=init,
         init_client=init_client,
@@ -125,14 +137,8 @@ def clustered(
         personalise=personalise,
         assign=assign,
         statistics=statistics,
+        unicast=None if loss else unicast,
     )
-    if loss is None:
-
-        def unicast(server, client_id):
-            return client_id % clusters, server
-
-        algorithm = algorithm._replace(unicast=unicast)
-    return algorithm
 
 
 class Members(NamedTuple):
@@ -164,17 +170,16 @@ def with_members(
       name: of the method.
       task: model, local training and number of clients.
       clusters: how many there can be.
-      server_update: `(round_index, server, aggregate) -> server`; `Members` and a
-        `StackedAggregate` of `{"cluster", "moved"}`.
+      server_update: of `Algorithm`, of `Members` and a `StackedAggregate` of
+        `{"cluster", "moved"}`.
       **functions: other fields of `Algorithm`.
     """
 
     def init(key):
         params = task.model.init(key)
         models = jax.tree.map(lambda leaf: jnp.stack([leaf] * clusters), params)
-        return Members(
-            models, jnp.full(task.ids, -1, jnp.int32), jnp.int32(1), jnp.zeros(())
-        )
+        unknown = jnp.full(task.ids, -1, jnp.int32)
+        return Members(models, unknown, jnp.int32(1), jnp.zeros(()))
 
     def unicast(server, client_id):
         return server._replace(cluster=server.cluster[client_id])
@@ -182,8 +187,7 @@ def with_members(
     def assign(key, server, client, data):
         def loss(numbered):
             k, params = numbered
-            model_loss = plain_loss(task.model)
-            found = data_loss(key, model_loss, params, data, task.training)
+            found = data_loss(key, plain_loss(task.model), params, data, task.training)
             return jnp.where(k < server.count, found, jnp.inf)
 
         nearest = least_loss(loss, (jnp.arange(clusters), server.models))
@@ -209,9 +213,7 @@ def with_members(
         params_of=lambda params: params,
         init=init,
         client_update=client_update,
-        server_update=lambda key, round_index, server, aggregate: server_update(
-            round_index, server, aggregate
-        ),
+        server_update=server_update,
         personalise=personalise,
         assign=assign,
         unicast=unicast,

@@ -9,21 +9,21 @@ import optax
 
 from fedvi.algorithm import Algorithm, Task
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.flat import like_flats, trees
-from fedvi.local import Batch, LocalTraining, descent, fold_minibatches, minimise
+from fedvi.flat import trees
+from fedvi.local import Batch, LocalTraining, fold_minibatches, minimise
 from fedvi.nn import Model, parameter_count
 from fedvi.options import Options, option
 
 __all__ = [
     "Head",
     "OwnModel",
+    "at",
     "check_trained",
     "classification_loss",
     "data_loss",
     "finetune",
     "gradient_only",
     "halves_of",
-    "iterates",
     "log_probabilities",
     "normal_init",
     "plain_loss",
@@ -134,6 +134,11 @@ def gradient_only(penalty: Callable) -> Callable:
     return pull
 
 
+def at(stacked, index):
+    """One entry of every leaf's leading axis: a cluster of several, a chain's state."""
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
 def halves_of(batch: Batch) -> tuple[Batch, Batch]:
     """(the even examples, the odd ones) of a minibatch: to adapt to, and to ask about.
 
@@ -189,55 +194,42 @@ def point_estimate(
     return Algorithm(name, init, client_update, server_update, **functions)
 
 
-def train_from(task: Task, key, round_index, params, data):
-    """`task.training` of one client from `params`: (trained params, mean loss)."""
-    return minimise(
-        key, round_index, params, data, task.training, plain_loss(task.model)
-    )
-
-
-def iterates(
-    key, round_index, params, data, training, loss: Callable, see: Callable, seen
-):
-    """`minimise` that shows where it goes.
+def train_from(task: Task, key, round_index, params, data, loss=None, near=None):
+    """`task.training` of one client from `params`: (trained params, mean loss).
 
     Args:
-      key: as `minimise`, with the next five.
+      task: model and local training.
+      key: as `minimise`, with the next three.
       round_index: likewise.
       params: likewise.
       data: likewise.
-      training: likewise.
-      loss: likewise.
-      see: `(step, layers, seen) -> seen`, called with the layers after each step, which
-        are counted from 0.
-      seen: pytree, at first.
-
-    Returns:
-      (trained params, seen, mean loss over the steps).
+      loss: likewise; None: the model's.
+      near: optional `Quadratic` of the layers, added to the loss.
     """
-    init, descend = descent(training, round_index)
-
-    def step(key, carry, batch):
-        layers, moments, seen, total, index = carry
-        value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
-        layers, moments = descend(layers, moments, gradients)
-        return layers, moments, see(index, layers, seen), total + value, index + 1
-
-    layers = trees(params)
-    start = layers, init(layers), seen, jnp.zeros(()), jnp.int32(0)
-    layers, _, seen, total, index = fold_minibatches(key, data, training, step, start)
-    return like_flats(layers, params), seen, total / jnp.maximum(index, 1)
+    loss = loss or plain_loss(task.model)
+    penalty = None if near is None else lambda layers: near
+    return minimise(key, round_index, params, data, task.training, loss, penalty)
 
 
-def finetune(task: Task, key, params, data):
-    """`task.finetuning` of one client from `params`, body and head."""
-    loss = plain_loss(task.model)
-    return minimise(key, 0, params, data, task.finetuning, loss)[0]
+def finetune(task: Task, key, params, data, near=None):
+    """`task.finetuning` of one client from `params`, as `train_from`."""
+    tuning = task._replace(training=task.finetuning)
+    return train_from(tuning, key, 0, params, data, near=near)[0]
 
 
-def plain_loss(model: Model) -> Callable:
-    """`classification_loss` as `minimise` calls it."""
-    return lambda key, params, batch: classification_loss(model, params, batch)
+def plain_loss(model: Model, frozen=None) -> Callable:
+    """`classification_loss` as `minimise` calls it.
+
+    Args:
+      model: the network.
+      frozen: groups of its parameters that are not trained; None: all are.
+    """
+
+    def loss(key, params, batch):
+        whole = params if frozen is None else {**frozen, **params}
+        return classification_loss(model, whole, batch)
+
+    return loss
 
 
 def tilted_loss(model: Model, slope) -> Callable:

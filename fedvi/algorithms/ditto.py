@@ -7,11 +7,11 @@ Li et al., "Ditto: fair and robust federated learning through personalization", 
 import jax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.common import OwnModel, plain_loss
+from fedvi.algorithms.common import OwnModel, finetune, train_from
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.flat import trees
-from fedvi.local import Quadratic, minimise
+from fedvi.local import Quadratic
 from fedvi.options import Options, option
 
 __all__ = ["Ditto", "ditto"]
@@ -45,22 +45,19 @@ def ditto(task: Task, options: Ditto) -> Algorithm:
     """
     shared = fedavg(task)
 
-    def adapt(key, round_index, training, server, start, data):
-        near = Quadratic(trees(server.params), options.personal_penalty)
-        loss = plain_loss(task.model)
-        return minimise(key, round_index, start, data, training, loss, lambda v: near)[
-            0
-        ]
+    def near(server):
+        return Quadratic(trees(server.params), options.personal_penalty)
 
     def client_update(key, round_index, server, client, data):
         copy_key, own_key = jax.random.split(key)
         output = shared.client_update(copy_key, round_index, server, (), data)
-        start, training = client.params, task.training
-        own = adapt(own_key, round_index, training, server, start, data)
+        own, _ = train_from(
+            task, own_key, round_index, client.params, data, near=near(server)
+        )
         return output._replace(client=client.trained(own))
 
     def personalise(key, server, client, data):
-        return adapt(key, 0, task.finetuning, server, server.params, data)
+        return finetune(task, key, server.params, data, near(server))
 
     return shared._replace(
         name="ditto",

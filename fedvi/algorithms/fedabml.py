@@ -14,7 +14,6 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.alternating import (
     Alternating,
     alternate,
-    at_rate,
     averaged,
     free_energy,
     learner,
@@ -135,11 +134,10 @@ def fedabml(task: Task, options: FedABML) -> Algorithm:
     def meta_learn(key, round_index, data, theta):
         """(θ_i, mean data term): descent on the loss after adaptation."""
         objective, _ = free_energy(network, options.kl_weight, data)
-        rate = options.inner_learning_rate
-        if rate is None:
-            rate = task.training.learning_rate_at(round_index)
+        inner = task.training.at_rate(options.inner_learning_rate)
+        rate = inner.learning_rate_at(round_index)
         loss = loss_after_adaptation(objective, options.personal_steps, rate)
-        training = at_rate(task.training, options.global_learning_rate)
+        training = task.training.at_rate(options.global_learning_rate)
         return minimise(key, round_index, theta, data, training, loss)
 
     def init(key):
@@ -186,7 +184,7 @@ def _require_stable(task: Task, options: FedABML) -> None:
     sigma, update = initial_scale(options.nu, "exp"), options.theta_update
     require_stable(task, options, "kl_weight", sigma, w_moves=update == "alternate")
     if update == "meta":  # φ's steps are plain ones
-        plain = at_rate(task.training, options.inner_learning_rate)
+        plain = task.training.at_rate(options.inner_learning_rate)
         inner = plain._replace(optimizer="sgd", momentum=0.0)
         task = task._replace(training=inner)
         require_stable(task, options, "kl_weight", sigma, w_moves=False)

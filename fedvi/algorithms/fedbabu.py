@@ -10,12 +10,12 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import (
     Head,
     check_trained,
-    classification_loss,
+    plain_loss,
     point_estimate,
     split_head,
+    train_from,
 )
 from fedvi.algorithms.registry import builder
-from fedvi.local import minimise
 
 __all__ = ["FedBABU", "fedbabu"]
 
@@ -41,11 +41,8 @@ def fedbabu(task: Task, options: FedBABU) -> Algorithm:
 
     def client_update(key, round_index, server, client, data):
         start, frozen = split_head(server, options)
-
-        def loss(key, learned, batch):
-            return classification_loss(task.model, {**frozen, **learned}, batch)
-
-        learned, value = minimise(key, round_index, start, data, task.training, loss)
+        loss = plain_loss(task.model, frozen)
+        learned, value = train_from(task, key, round_index, start, data, loss)
         moved = optax.tree.sub(learned, start)
         return ClientOutput(moved, 1.0, metrics={"loss": value})
 

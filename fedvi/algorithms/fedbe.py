@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.common import iterates, log_probabilities, point_estimate
+from fedvi.algorithms.common import at, log_probabilities
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.data import ClientData
 from fedvi.distributions.draws import standard_normal_like
 from fedvi.flat import like_flats, trees
-from fedvi.local import num_steps
+from fedvi.local import iterates, num_steps
 from fedvi.options import Options, option
 
 __all__ = ["FedBE", "Server", "fedbe"]
@@ -92,42 +92,24 @@ def fedbe(task: Task, options: FedBE) -> Algorithm:
     def init(key):
         return Server(task.model.init(key), jnp.asarray(task.unlabelled))
 
-    def probabilities(params, x):
-        """[examples, classes] of one teacher, a batch at a time."""
-        size = min(training.batch_size, len(x))
-        padding = [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1)
-        batches = jnp.pad(x, padding, mode="edge").reshape(-1, size, *x.shape[1:])
-        real = (jnp.arange(batches.shape[0] * size) < len(x)).reshape(-1, size)
-
-        def one(batch):
-            return jnp.exp(log_probabilities(task.model, params, *batch))
-
-        found = jax.lax.map(one, (batches, real))
-        return found.reshape(-1, found.shape[-1])[: len(x)]
-
     def server_update(key, round_index, server, aggregate):
         draw_key, train_key = jax.random.split(key)
-        start = trees(server.params)
-        moved, counts = teachers(
-            draw_key, trees(aggregate.uploads), aggregate.weight, options
-        )
+        model, start, inputs = task.model, trees(server.params), server.inputs
+        uploads, weight = trees(aggregate.uploads), aggregate.weight
+        moved, counts = teachers(draw_key, uploads, weight, options)
 
         def taught(moved):
-            return probabilities(optax.tree.add(start, moved), server.inputs)
+            teacher = optax.tree.add(start, moved)
+            return probabilities(model, teacher, inputs, training.batch_size)
 
         labels = jnp.tensordot(counts, jax.lax.map(taught, moved), 1) / counts.sum()
-        average = optax.tree.add(start, jax.tree.map(lambda m: m[0], moved))
-        student = distil(
-            train_key, task.model, average, server.inputs, labels, training
-        )
+        average = optax.tree.add(start, at(moved, 0))
+        student = distil(train_key, model, average, inputs, labels, training)
         return server._replace(params=like_flats(student, server.params))
 
-    return point_estimate(
-        "fedbe",
-        task,
-        params_of=lambda server: server.params,
+    return fedavg(task)._replace(
+        name="fedbe",
         init=init,
-        client_update=fedavg(task).client_update,
         server_update=server_update,
         broadcast=lambda server: server._replace(inputs=()),
         reduce="stack",
@@ -171,6 +153,20 @@ def teachers(key, uploads, weight, options: FedBE):
     return jax.tree.map(layer, uploads, noise), counts
 
 
+def probabilities(model, params, x, batch_size: int):
+    """[examples, classes] of one teacher, a batch at a time."""
+    size = min(batch_size, len(x))
+    padding = [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1)
+    batches = jnp.pad(x, padding, mode="edge").reshape(-1, size, *x.shape[1:])
+    real = (jnp.arange(batches.shape[0] * size) < len(x)).reshape(-1, size)
+
+    def one(batch):
+        return jnp.exp(log_probabilities(model, params, *batch))
+
+    found = jax.lax.map(one, (batches, real))
+    return found.reshape(-1, found.shape[-1])[: len(x)]
+
+
 def distil(key, model, params, inputs, labels, training):
     """The mean of a student's iterates over the second half of its steps.
 
@@ -191,9 +187,11 @@ def distil(key, model, params, inputs, labels, training):
         losses = optax.softmax_cross_entropy(outputs, batch.y)
         return jnp.where(batch.mask, losses, 0.0).sum() / batch.mask.sum()
 
-    def add(step, params, mean):
+    def add(params, seen):
+        step, mean = seen
         share = jnp.where(step >= first, 1 / count, 0.0)
-        return optax.tree.add_scale(mean, share, params)
+        return step + 1, optax.tree.add_scale(mean, share, params)
 
-    zeros = optax.tree.zeros_like(params)
-    return iterates(key, 0, params, data, training, loss, add, zeros)[1]
+    seen = 0, optax.tree.zeros_like(params)
+    _, _, (_, mean) = iterates(key, 0, params, data, training, loss, see=add, seen=seen)
+    return mean

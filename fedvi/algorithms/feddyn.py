@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import point_estimate, tilted_loss
+from fedvi.algorithms.common import tilted_loss, train_from
+from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.flat import trees
-from fedvi.local import Quadratic, minimise
+from fedvi.local import Quadratic
 from fedvi.options import Options, option
 
 __all__ = ["FedDyn", "Server", "feddyn"]
@@ -64,21 +65,13 @@ def feddyn(task: Task, options: FedDyn) -> Algorithm:
         return Server(params, optax.tree.zeros_like(params))
 
     def client_update(key, round_index, server, slope, data):
-        near = Quadratic(trees(server.params), alpha)
-        params, value = minimise(
-            key,
-            round_index,
-            server.params,
-            data,
-            task.training,
-            tilted_loss(task.model, optax.tree.scale(-1.0, slope)),
-            lambda params: near,
-        )
-        moved = optax.tree.sub(params, server.params)
+        start, near = server.params, Quadratic(trees(server.params), alpha)
+        loss = tilted_loss(task.model, optax.tree.scale(-1.0, slope))
+        params, value = train_from(task, key, round_index, start, data, loss, near)
+        moved = optax.tree.sub(params, start)
         metrics = {"loss": value, "penalty": near.value(params)}
-        return ClientOutput(
-            moved, 1.0, optax.tree.add_scale(slope, -alpha, moved), metrics
-        )
+        slope = optax.tree.add_scale(slope, -alpha, moved)
+        return ClientOutput(moved, 1.0, slope, metrics)
 
     def server_update(key, round_index, server, aggregate):
         share = alpha / aggregate.population
@@ -86,10 +79,8 @@ def feddyn(task: Task, options: FedDyn) -> Algorithm:
         mean = optax.tree.add(server.params, aggregate.mean())
         return Server(optax.tree.add_scale(mean, -1 / alpha, drift), drift)
 
-    return point_estimate(
-        "feddyn",
-        task,
-        params_of=lambda server: server.params,
+    return fedavg(task)._replace(
+        name="feddyn",
         init=init,
         client_update=client_update,
         server_update=server_update,

@@ -14,6 +14,7 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import log_probabilities
 from fedvi.algorithms.registry import builder
 from fedvi.local import fold_minibatches, minimise
+from fedvi.nn import Model
 from fedvi.options import Options, option
 
 __all__ = ["FedEM", "Server", "fedem", "responsibilities"]
@@ -70,29 +71,20 @@ def fedem(task: Task, options: FedEM) -> Algorithm:
 
     def init(key):
         components = jax.vmap(task.model.init)(jax.random.split(key, len(models)))
-        return Server(components, uniform())
-
-    def uniform():
-        return jnp.full(len(models), 1 / len(models))
+        return Server(components, jnp.full(len(models), 1 / len(models)))
 
     def losses(key, components, data):
         """[capacity, components] ℓ_jm."""
-        return jax.lax.map(
-            lambda theta: example_losses(task, key, theta, data), components
-        ).T
 
-    def fit(key, round_index, components, weights, data, training):
-        def one(own):
-            params, q = own
-            return train(task, key, round_index, params, q, data, training)
+        def one(theta):
+            return example_losses(task, key, theta, data)
 
-        return jax.lax.map(one, (components, weights.T))
+        return jax.lax.map(one, components).T
 
     def client_update(key, round_index, server, client, data):
         q, pi = expectation(losses(key, server.components, data), client, data.size)
-        trained, values = fit(
-            key, round_index, server.components, q, data, task.training
-        )
+        start, training = server.components, task.training
+        trained, values = maximisation(task, key, round_index, start, q, data, training)
         upload = optax.tree.sub(Server(trained, pi), server)
         shares = {f"share_{m}": pi[m] for m in models}
         metrics = {"loss": values.sum(), **shares}
@@ -100,16 +92,16 @@ def fedem(task: Task, options: FedEM) -> Algorithm:
 
     def personalise(key, server, client, data):
         found = losses(key, server.components, data)
-        pi = jax.lax.fori_loop(
-            0,
-            options.em_steps,
-            lambda _, pi: expectation(found, pi, data.size)[1],
-            client,
-        )
+
+        def step(_, pi):
+            return expectation(found, pi, data.size)[1]
+
+        pi = jax.lax.fori_loop(0, options.em_steps, step, client)
         if options.adapt == "weights":
             return Server((), pi)
         q, _ = expectation(found, pi, data.size)
-        own, _ = fit(key, 0, server.components, q, data, task.finetuning)
+        start, training = server.components, task.finetuning
+        own, _ = maximisation(task, key, 0, start, q, data, training)
         return Server(own, pi)
 
     def server_update(key, round_index, server, aggregate):
@@ -118,27 +110,33 @@ def fedem(task: Task, options: FedEM) -> Algorithm:
         weights = jnp.maximum(new.weights, 0)
         return new._replace(weights=weights / weights.sum())
 
-    def predict(components, pi, x, mask):
-        def one(params):
-            return log_probabilities(task.model, params, x, mask)
-
-        every = jax.lax.map(one, components)
-        return jax.nn.logsumexp(jnp.log(pi)[:, None, None] + every, axis=0)[None]
+    def global_predictive(key, server, x, mask):
+        return mixture(task.model, *server, x, mask)
 
     def personal_predictive(key, server, personal, x, mask):
         own = server if options.adapt == "weights" else personal
-        return predict(own.components, personal.weights, x, mask)
+        return mixture(task.model, own.components, personal.weights, x, mask)
 
     return Algorithm(
-        name="fedem",
-        init=init,
-        init_client=lambda key, server: uniform(),
-        client_update=client_update,
-        server_update=server_update,
-        global_predictive=lambda key, server, x, mask: predict(*server, x, mask),
-        personalise=personalise,
-        personal_predictive=personal_predictive,
+        "fedem",
+        init,
+        client_update,
+        server_update,
+        global_predictive,
+        personalise,
+        personal_predictive,
+        init_client=lambda key, server: jnp.full(len(models), 1 / len(models)),
     )
+
+
+def mixture(model: Model, components, pi, x, mask):
+    """[1, batch, classes] log Σ_m π_m p(y|x, θ_m)."""
+
+    def one(params):
+        return log_probabilities(model, params, x, mask)
+
+    every = jax.lax.map(one, components)
+    return jax.nn.logsumexp(jnp.log(pi)[:, None, None] + every, axis=0)[None]
 
 
 def example_losses(task: Task, key, params, data):
@@ -171,15 +169,20 @@ def responsibilities(losses, pi):
     return jax.nn.softmax(jnp.log(pi)[None] - losses, axis=-1)
 
 
-def train(task: Task, key, round_index, params, q, data, training):
-    """(θ_im, mean loss): descent on 1/n Σ_j q_j ℓ_j, q `[capacity]`."""
+def maximisation(task: Task, key, round_index, components, q, data, training):
+    """M step, (θ_im, mean losses [components]): descent on 1/n Σ_j q_jm ℓ_jm."""
 
-    def loss(key, params, batch):
-        weighted = q[batch.y] * _losses(task, params, batch, data)
-        total = jnp.where(batch.mask, weighted, 0.0).sum()
-        return total / jnp.maximum(batch.mask.sum(), 1)
+    def one(own):
+        params, q = own
 
-    return minimise(key, round_index, params, _numbered(data), training, loss)
+        def loss(key, params, batch):
+            weighted = q[batch.y] * _losses(task, params, batch, data)
+            total = jnp.where(batch.mask, weighted, 0.0).sum()
+            return total / jnp.maximum(batch.mask.sum(), 1)
+
+        return minimise(key, round_index, params, _numbered(data), training, loss)
+
+    return jax.lax.map(one, (components, q.T))
 
 
 def _numbered(data):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import iterates, plain_loss
+from fedvi.algorithms.common import plain_loss
 from fedvi.algorithms.fedavg import FedAvg, fedavg_of
 from fedvi.algorithms.registry import builder
 from fedvi.flat import like_flats, trees
-from fedvi.local import num_steps
+from fedvi.local import iterates, num_steps
 from fedvi.options import option
 
 __all__ = ["FedPA", "fedpa", "precision_times"]
@@ -81,10 +81,10 @@ def fedpa(task: Task, options: FedPA) -> Algorithm:
 
     def client_update(key, round_index, server, client, data):
         steps, window, count = windows(data)
-
         start = trees(server.params)
 
-        def add(step, params, sums):
+        def add(layers, seen):
+            step, sums = seen
             back = (steps - 1 - step) // window  # 0 is the last window
             place = jnp.where(back < count, back, options.samples)
 
@@ -92,12 +92,18 @@ def fedpa(task: Task, options: FedPA) -> Algorithm:
             def into(s, p, p0):
                 return s.at[place].add((p - p0) / window, mode="drop")
 
-            return jax.tree.map(into, sums, params, start)
+            return step + 1, jax.tree.map(into, sums, layers, start)
 
         zeros = jax.tree.map(lambda p: jnp.zeros((options.samples, *p.shape)), start)
-        loss = plain_loss(task.model)
-        params, samples, value = iterates(
-            key, round_index, server.params, data, task.training, loss, add, zeros
+        params, value, (_, samples) = iterates(
+            key,
+            round_index,
+            server.params,
+            data,
+            task.training,
+            plain_loss(task.model),
+            see=add,
+            seen=(0, zeros),
         )
         present = (jnp.arange(options.samples) < count).astype(jnp.float32)
         moved = precision_times(options.shrinkage, samples, present)

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import classification_loss, log_probabilities
+from fedvi.algorithms.common import at, log_probabilities, plain_loss, point_estimate
 from fedvi.algorithms.partial_sharing import PersonalPart, split
 from fedvi.algorithms.registry import builder
 from fedvi.distributions.draws import standard_normal_like
-from fedvi.flat import like_flats, trees
-from fedvi.local import LocalTraining, fold_minibatches
-from fedvi.options import option
+from fedvi.flat import trees
+from fedvi.local import LocalTraining, fold_minibatches, minimise
+from fedvi.options import inherited, option
 
 __all__ = ["Client", "FedPop", "FedSOUL", "fedpop", "fedsoul"]
+
+Sampler = Literal["sgld", "optimizer"]
 
 
 class Client(NamedTuple):
@@ -37,7 +39,7 @@ class Client(NamedTuple):
 class FedPop(PersonalPart):
     """Options of `fedpop`."""
 
-    sampler: Literal["sgld", "optimizer"] = option(
+    sampler: Sampler = option(
         "optimizer",
         "Of z. sgld: Langevin steps (the paper's); optimizer: that of the local "
         "training on U/n, without noise (the public code, with Adam).",
@@ -77,9 +79,7 @@ class FedPop(PersonalPart):
 class FedSOUL(FedPop):
     """Options of `fedsoul`."""
 
-    sampler: Literal["sgld", "optimizer"] = option(
-        "sgld", "Of z. As in `fedpop`.", source="the paper, Algorithm 1"
-    )
+    sampler: Sampler = inherited(FedPop, "sampler", "sgld", "the paper, Algorithm 1")
 
 
 @builder(FedPop)
@@ -128,75 +128,47 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
             f"sampler_steps={options.sampler_steps}: use fewer, or more steps"
         )
     model = split(task.model, options.personal_part)
-    adapting = task.finetuning
-    if adapting.epochs:
-        # A newcomer's chain has copies of its start, of which none shall be left: an
-        # epoch is at least one step.
-        adapting = adapting._replace(
-            epochs=max(adapting.epochs, options.samples),
-            steps=adapting.steps and max(adapting.steps, options.samples),
-        )
+    task = task._replace(model=model, finetuning=_newcomers(task, options.samples))
 
-    def mean_loss(chain, shared, batch):
-        """Mean over the chain's states of a batch's loss."""
-
-        def one(z):
-            return classification_loss(model, {"personal": z, "shared": shared}, batch)
-
-        # The body, of which there is one, is computed once.
-        return jax.vmap(one)(chain).mean()
-
-    def sample(key, at, data, training, shared, chain):
+    def sample(key, round_index, data, training, shared, chain):
+        loss = plain_loss(model, {"shared": trees(shared)})
         potential = potential_of(
-            lambda z, batch: classification_loss(
-                model, {"personal": z, "shared": trees(shared)}, batch
-            ),
-            options.prior_std,
-            data,
+            lambda z, batch: loss(key, {"personal": z}, batch), options.prior_std, data
         )
-        return run_chain(key, at, data, training, potential, chain, options)
+        return run_chain(key, round_index, data, training, potential, chain, options)
 
     def init_client(key, server):
+        def repeat(z):
+            return jnp.broadcast_to(z, (options.samples, *z.shape))
+
         # All states are where the chain starts.
-        start = jax.tree.map(
-            lambda z: jnp.tile(z, (options.samples, *[1] * z.ndim)), server["personal"]
-        )
-        return Client(start, jnp.zeros((), jnp.int32))
+        chain = jax.tree.map(repeat, server["personal"])
+        return Client(chain, jnp.zeros((), jnp.int32))
 
     def client_update(key, round_index, server, client, data):
         sample_key, train_key = jax.random.split(key)
-        shared = trees(server["shared"])
+        shared = server["shared"]
         visit = task.training._replace(steps=options.sampler_steps)
         chain = sample(sample_key, round_index, data, visit, shared, client.chain)
-        optimizer = task.training.optimizer_at(round_index)
 
-        def step(key, carry, batch):
-            shared, moments, total = carry
-            value, gradient = jax.value_and_grad(mean_loss, 1)(
-                trees(chain), shared, batch
-            )
-            updates, moments = optimizer.update(gradient, moments, shared)
-            return optax.apply_updates(shared, updates), moments, total + value
+        def loss(key, shared, batch):
+            one = plain_loss(model, {"shared": shared})
+            # The body, of which there is one, is computed once.
+            losses = jax.vmap(lambda z: one(key, {"personal": z}, batch))(trees(chain))
+            return losses.mean()
 
-        start = shared, optimizer.init(shared), jnp.zeros(())
         visit = task.training._replace(steps=options.body_steps)
-        learned, _, total = fold_minibatches(train_key, data, visit, step, start)
-        moved = optax.tree.sub(like_flats(learned, server["shared"]), server["shared"])
-        metrics = {
-            "loss": total / options.body_steps,
-            "norm": optax.tree.norm(_last(chain)),
-        }
+        learned, value = minimise(train_key, round_index, shared, data, visit, loss)
+        moved = optax.tree.sub(learned, shared)
+        metrics = {"loss": value, "norm": optax.tree.norm(at(chain, -1))}
         return ClientOutput(moved, 1.0, Client(chain, client.updates + 1), metrics)
 
     def server_update(key, round_index, server, aggregate):
         shared = optax.tree.add(server["shared"], aggregate.mean())
         return {**server, "shared": shared}
 
-    def global_predictive(key, server, x, mask):
-        return log_probabilities(model, server, x, mask)[None]
-
     def personalise(key, server, client, data):
-        return sample(key, 0, data, adapting, server["shared"], client.chain)
+        return sample(key, 0, data, task.finetuning, server["shared"], client.chain)
 
     def personal_predictive(key, server, chain, x, mask):
         def one(z):
@@ -205,19 +177,30 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
 
         return jax.vmap(one)(chain)
 
-    return Algorithm(
+    return point_estimate(
         name,
-        model.init,
-        client_update,
-        server_update,
-        global_predictive,
-        personalise,
-        personal_predictive,
+        task,
+        params_of=lambda server: server,
+        init=model.init,
         init_client=init_client,
+        client_update=client_update,
+        server_update=server_update,
+        personalise=personalise,
+        personal_predictive=personal_predictive,
         broadcast=lambda server: {**server, "personal": ()},
         kept=lambda server, client: (client.updates > 0, client.chain),
         global_model=False,
     )
+
+
+def _newcomers(task: Task, samples: int) -> LocalTraining:
+    """`task.finetuning`, of as many epochs as leave no copy of a chain's start."""
+    visit = task.finetuning
+    if not visit.epochs:
+        return visit
+    # An epoch is at least one step.
+    steps = visit.steps and max(visit.steps, samples)
+    return visit._replace(epochs=max(visit.epochs, samples), steps=steps)
 
 
 def potential_of(loss, std, data):
@@ -254,28 +237,24 @@ def run_chain(
     langevin = options.sampler == "sgld"
 
     def step(key, carry, batch):
-        chain, z, moments = carry
+        chain, moments = carry
+        z = at(chain, -1)
         gradient = jax.grad(lambda z: potential(trees(z), batch))(z)
         if langevin:
             rate = options.sampler_step_size
             noise = standard_normal_like(key, z)
-            updates = jax.tree.map(
-                lambda g, e: jnp.sqrt(2 * rate) * e - rate * data.size * g,
-                gradient,
-                noise,
-            )
+
+            def move(g, e):
+                return jnp.sqrt(2 * rate) * e - rate * data.size * g
+
+            updates = jax.tree.map(move, gradient, noise)
         else:
             updates, moments = optimizer.update(gradient, moments, z)
         z = optax.apply_updates(z, updates)
         chain = jax.tree.map(
             lambda c, one: jnp.concatenate([c[1:], one[None]]), chain, z
         )
-        return chain, z, moments
+        return chain, moments
 
-    z = _last(chain)
-    start = chain, z, () if langevin else optimizer.init(z)
+    start = chain, () if langevin else optimizer.init(at(chain, -1))
     return fold_minibatches(key, data, training, step, start)[0]
-
-
-def _last(chain):
-    return jax.tree.map(lambda states: states[-1], chain)

@@ -6,11 +6,11 @@ Li et al., "Federated optimization in heterogeneous networks", MLSys 2020.
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import plain_loss
+from fedvi.algorithms.common import train_from
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.flat import trees
-from fedvi.local import Quadratic, minimise
+from fedvi.local import Quadratic
 from fedvi.options import Options, option
 
 __all__ = ["FedProx", "fedprox"]
@@ -39,17 +39,10 @@ def fedprox(task: Task, options: FedProx) -> Algorithm:
 
     def client_update(key, round_index, server, client, data):
         near = Quadratic(trees(server.params), options.mu)
-        params, value = minimise(
-            key,
-            round_index,
-            server.params,
-            data,
-            task.training,
-            plain_loss(task.model),
-            lambda params: near,
-        )
+        start = server.params
+        params, value = train_from(task, key, round_index, start, data, near=near)
         metrics = {"loss": value, "penalty": near.value(params)}
-        moved = optax.tree.sub(params, server.params)
+        moved = optax.tree.sub(params, start)
         return ClientOutput(moved, data.size, metrics=metrics)
 
     return fedavg(task)._replace(name="fedprox", client_update=client_update)

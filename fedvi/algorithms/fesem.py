@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.clustered import Clusters, at, with_members
+from fedvi.algorithms.clustered import Clusters, weighted_mean, with_members
+from fedvi.algorithms.common import at
 from fedvi.algorithms.registry import builder
 
 __all__ = ["FeSEM", "fesem", "nearest", "spread"]
@@ -41,7 +42,7 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
     """
     options.check_clients(task)
 
-    def server_update(round_index, server, aggregate):
+    def server_update(key, round_index, server, aggregate):
         started = at(server.models, aggregate.uploads["cluster"])
         models = optax.tree.add(started, aggregate.uploads["moved"])
         real = aggregate.weight > 0
@@ -49,20 +50,19 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
         def lloyd(_, centres):
             return means(models, real, nearest(models, centres), centres)
 
+        def first_centres():
+            farthest = spread(models, real, server.models)
+            return jax.lax.fori_loop(0, LLOYD, lloyd, farthest)
+
         first = jax.lax.cond(
-            server.count < options.clusters,
-            lambda: jax.lax.fori_loop(
-                0, LLOYD, lloyd, spread(models, real, server.models)
-            ),
-            lambda: server.models,
+            server.count < options.clusters, first_centres, lambda: server.models
         )
         cluster = nearest(models, first)
         centres = means(models, real, cluster, first)
-        # An id out of range is dropped.
-        ids = jnp.where(real, aggregate.client_ids, len(server.cluster))
-        noted = server.cluster.at[ids].set(cluster, mode="drop")
         return server._replace(
-            models=centres, cluster=noted, count=jnp.int32(options.clusters)
+            models=centres,
+            cluster=aggregate.noted(server.cluster, cluster),
+            count=jnp.int32(options.clusters),
         )
 
     return with_members("fesem", task, options.clusters, server_update)
@@ -70,10 +70,11 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
 
 def distances(models, centre):
     """[cohort] ‖θ_i - c‖² of leaves `[cohort, ...]`."""
-    parts = jax.tree.map(
-        lambda m, c: ((m - c[None]) ** 2).reshape(len(m), -1).sum(1), models, centre
-    )
-    return sum(jax.tree.leaves(parts))
+
+    def one(model):
+        return optax.tree.norm(optax.tree.sub(model, centre), squared=True)
+
+    return jax.vmap(one)(models)
 
 
 def nearest(models, centres):
@@ -87,10 +88,8 @@ def means(models, real, cluster, centres):
 
     def mean(own):
         k, centre = own
-        member = (cluster == k) & real
-        share = member / jnp.maximum(member.sum(), 1)
-        moved = jax.tree.map(lambda m: jnp.tensordot(share, m, 1), models)
-        return optax.tree.where(member.any(), moved, centre)
+        members = (cluster == k) & real
+        return optax.tree.where(members.any(), weighted_mean(members, models), centre)
 
     numbers = jnp.arange(len(jax.tree.leaves(centres)[0]))
     return jax.lax.map(mean, (numbers, centres))

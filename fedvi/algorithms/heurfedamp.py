@@ -3,18 +3,19 @@
 Huang et al., "Personalized cross-silo federated learning on non-IID data", AAAI 2021.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import OwnModel, finetune, plain_loss, point_estimate
+from fedvi.algorithms.common import OwnModel, point_estimate, train_from
 from fedvi.algorithms.registry import builder
-from fedvi.flat import flatten, like_flats, trees
-from fedvi.local import Quadratic, minimise
+from fedvi.flat import trees
+from fedvi.local import Quadratic
+from fedvi.nn import parameter_count
 from fedvi.options import Options, option
 
 __all__ = ["HeurFedAMP", "Server", "heurfedamp"]
@@ -82,16 +83,14 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
 
     Metrics: `loss`, the mean of f_i over the steps.
     """
-    loss = plain_loss(task.model)
 
     def init(key):
         params = task.model.init(key)
-        size = flatten(trees(params)).vector.size
-        models = jnp.zeros((task.ids, size), jnp.float32)
+        models = jnp.zeros((task.ids, parameter_count(params)), jnp.float32)
         return Server(params, models, jnp.zeros(task.ids, jnp.int32))
 
     def unicast(server, client_id):
-        first = flatten(trees(server.cloud))
+        first, unravel = ravel_pytree(server.cloud)
         sent = server.updates > 0
         others = sent & (jnp.arange(task.ids) != client_id)
         own, known = server.models[client_id], sent[client_id]
@@ -100,19 +99,16 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         rest = jnp.where(others, shares, 0.0) @ server.models
         some = others.any()
         mixed = options.own_share * own + (1 - options.own_share) * rest
-        cloud = jnp.where(some, rest, first.vector)
+        cloud = jnp.where(some, rest, first)
         cloud = jnp.where(known, jnp.where(some, mixed, own), cloud)
-        tree = dataclasses.replace(first, vector=cloud).tree()
-        return Server(like_flats(tree, server.cloud), (), ())
+        return Server(unravel(cloud), (), ())
 
     def client_update(key, round_index, server, client, data):
         near = Quadratic(trees(server.cloud), options.personal_penalty)
         start = server.cloud
         if options.start == "own":
             start = optax.tree.where(client.updates > 0, client.params, start)
-        params, value = minimise(
-            key, round_index, start, data, task.training, loss, lambda w: near
-        )
+        params, value = train_from(task, key, round_index, start, data, near=near)
         moved = optax.tree.sub(params, server.cloud)
         return ClientOutput(moved, 1.0, client.trained(params), {"loss": value})
 
@@ -120,14 +116,13 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         def model(sent):
             client_id, moved = sent
             cloud = unicast(server, client_id).cloud
-            return flatten(trees(optax.tree.add(cloud, moved))).vector
+            return ravel_pytree(optax.tree.add(cloud, moved))[0]
 
         arrived = jax.lax.map(model, (aggregate.client_ids, aggregate.uploads))
-        # Out-of-range ids are dropped: who failed keeps the model it had.
-        ids = jnp.where(aggregate.weight > 0, aggregate.client_ids, task.ids)
+        counted = server.updates[aggregate.client_ids] + 1
         return server._replace(
-            models=server.models.at[ids].set(arrived, mode="drop"),
-            updates=server.updates.at[ids].add(1, mode="drop"),
+            models=aggregate.noted(server.models, arrived),
+            updates=aggregate.noted(server.updates, counted),
         )
 
     return point_estimate(
@@ -139,9 +134,6 @@ def heurfedamp(task: Task, options: HeurFedAMP) -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         unicast=unicast,
-        personalise=lambda key, server, client, data: finetune(
-            task, key, server.cloud, data
-        ),
         kept=lambda server, client: client.kept(),
         reduce="stack",
         global_model=False,

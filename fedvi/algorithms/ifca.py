@@ -14,9 +14,12 @@ from fedvi.algorithms.common import data_loss, plain_loss
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.fedbabu import fedbabu
 from fedvi.algorithms.registry import builder
-from fedvi.options import option
+from fedvi.options import inherited, option
 
 __all__ = ["IFCA", "Ensemble", "ensemble", "ifca"]
+
+Assignment = Literal["loss", "preset"]
+PredictWith = Literal["cluster", "ensemble"]
 
 
 class IFCA(Clusters):
@@ -28,12 +31,12 @@ class IFCA(Clusters):
         "initialised, one for each cluster, and bodies averaged uniformly (FedBABU in "
         "place of FedAvg); trained: like the body.",
     )
-    assignment: Literal["loss", "preset"] = option(
+    assignment: Assignment = option(
         "loss",
         "A client's cluster. loss: that of the least loss on its training data; "
         "preset: its number mod K.",
     )
-    predict_with: Literal["cluster", "ensemble"] = option(
+    predict_with: PredictWith = option(
         "cluster",
         "cluster: the network of the client's own; ensemble: the mean of all K "
         "networks' probabilities, each of them fine-tuned.",
@@ -43,11 +46,9 @@ class IFCA(Clusters):
 class Ensemble(IFCA):
     """Options of `ensemble`."""
 
-    assignment: Literal["loss", "preset"] = option(
-        "preset", "As of ifca.", source="FedHB F.2"
-    )
-    predict_with: Literal["cluster", "ensemble"] = option(
-        "ensemble", "As of ifca.", source="FedHB F.2: both"
+    assignment: Assignment = inherited(IFCA, "assignment", "preset", "FedHB F.2")
+    predict_with: PredictWith = inherited(
+        IFCA, "predict_with", "ensemble", "FedHB F.2: both"
     )
 
 
@@ -88,40 +89,30 @@ def ensemble(task: Task, options: Ensemble) -> Algorithm:
 
 def _networks(name: str, task: Task, options: IFCA) -> Algorithm:
     options.check_clients(task)
-    if options.head == "frozen":
-        one, params_of = fedbabu(task), lambda server: server
-    else:
-        one, params_of = fedavg(task), lambda server: server.params
+    frozen, preset = options.head == "frozen", options.assignment == "preset"
+    one = fedbabu(task) if frozen else fedavg(task)
 
     def loss(key, server, data):
-        params = params_of(server)
+        params = server if frozen else server.params
         return data_loss(key, plain_loss(task.model), params, data, task.training)
 
-    preset = options.assignment == "preset"
     algorithm = clustered(name, one, options.clusters, None if preset else loss)
     if options.predict_with == "cluster":
         return algorithm
 
-    def servers_of(server):
-        return server[1] if preset else server
+    def every(function, server):
+        return jax.lax.map(function, server[1] if preset else server)
 
     def global_predictive(key, server, x, mask):
-        def predict(own):
-            return one.global_predictive(key, own, x, mask)[0]
-
-        return jax.lax.map(predict, servers_of(server))
+        return every(lambda own: one.global_predictive(key, own, x, mask)[0], server)
 
     def personalise(key, server, client, data):
-        def tune(own):
-            return one.personalise(key, own, client, data)
-
-        return jax.lax.map(tune, servers_of(server))
+        return every(lambda own: one.personalise(key, own, client, data), server)
 
     def personal_predictive(key, server, personal, x, mask):
-        def predict(own):
-            return one.personal_predictive(key, (), own, x, mask)[0]
-
-        return jax.lax.map(predict, personal)
+        return jax.lax.map(
+            lambda own: one.personal_predictive(key, (), own, x, mask)[0], personal
+        )
 
     return algorithm._replace(
         assign=None,

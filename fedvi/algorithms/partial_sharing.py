@@ -14,15 +14,11 @@ import jax
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import (
-    classification_loss,
-    log_probabilities,
-    point_estimate,
-)
+from fedvi.algorithms.common import log_probabilities, plain_loss, point_estimate
 from fedvi.algorithms.registry import builder
 from fedvi.local import minimise
 from fedvi.nn import Model, regroup, weight_paths
-from fedvi.options import Options, option
+from fedvi.options import Options, inherited, option
 
 __all__ = [
     "FedPer",
@@ -49,6 +45,9 @@ class Server(NamedTuple):
     newcomer: Any
 
 
+Schedule = Literal["joint", "alternating"]
+
+
 class PersonalPart(Options):
     """Option of methods that share a part of the weights."""
 
@@ -63,10 +62,10 @@ class PersonalPart(Options):
 class FedPer(PersonalPart):
     """Options of `fedper`."""
 
-    schedule: Literal["joint", "alternating"] = option(
+    schedule: Schedule = option(
         "joint",
-        "How a client trains. joint: all weights together; alternating: its own, the "
-        "shared ones frozen, then the shared ones, its own frozen (FedRep).",
+        "How a client trains. joint: all weights together (FedPer); alternating: its "
+        "own, the shared ones frozen, then the shared ones, its own frozen (FedRep).",
     )
     personal_epochs: int = option(
         10,
@@ -80,22 +79,14 @@ class FedPer(PersonalPart):
 class FedRep(FedPer):
     """Options of `fedrep`."""
 
-    schedule: Literal["joint", "alternating"] = option(
-        "alternating",
-        "How a client trains. joint: all weights together (FedPer); alternating: its "
-        "own, the shared ones frozen, then the shared ones, its own frozen.",
-        source="FedRep, Alg. 1",
-    )
+    schedule: Schedule = inherited(FedPer, "schedule", "alternating", "FedRep, Alg. 1")
 
 
 class LGFedAvg(FedPer):
     """Options of `lg_fedavg`."""
 
-    personal_part: str = option(
-        "body",
-        "Regular expression, found in the personalised weights' paths, such as "
-        "head/classifier/kernel or body/Dense_0/bias.",
-        source="LG-FedAvg: the early layers",
+    personal_part: str = inherited(
+        FedPer, "personal_part", "body", "LG-FedAvg: the early layers"
     )
 
 
@@ -153,9 +144,7 @@ def partially_shared(
     model = split(task.model, options.personal_part)
 
     def fit(key, round_index, learned, frozen, data, training):
-        def loss(key, learned, batch):
-            return classification_loss(model, {**frozen, **learned}, batch)
-
+        loss = plain_loss(model, frozen)
         return minimise(key, round_index, learned, data, training, loss)
 
     def in_turn(key, round_index, own, shared, data):

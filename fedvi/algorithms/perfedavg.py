@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import gradient_only, halves_of, plain_loss
+from fedvi.algorithms.common import gradient_only, halves_of, plain_loss, train_from
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
-from fedvi.local import minimise
 from fedvi.options import Options, option
 
 __all__ = ["PerFedAvg", "meta_loss", "perfedavg"]
@@ -73,13 +72,11 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
         )
 
     def client_update(key, round_index, server, client, data):
-        start, training = server.params, task.training
-        rate = options.inner_learning_rate
-        if rate is None:
-            rate = training.learning_rate_at(round_index)
+        start, inner = server.params, task.training.at_rate(options.inner_learning_rate)
+        rate = inner.learning_rate_at(round_index)
         loss = meta_loss(plain_loss(task.model), options, rate)
-        params, value = minimise(key, round_index, start, data, training, loss)
-        moved = optax.tree.sub(params, server.params)
+        params, value = train_from(task, key, round_index, start, data, loss)
+        moved = optax.tree.sub(params, start)
         weight = jnp.where(data.size > 1, 1.0, 0.0)
         return ClientOutput(moved, weight, metrics={"loss": value})
 

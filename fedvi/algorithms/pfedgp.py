@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import point_estimate
+from fedvi.algorithms.common import halves_of, train_from
 from fedvi.algorithms.registry import builder
+from fedvi.data import ClientData
 from fedvi.flat import trees
 from fedvi.gaussian_process import Kernel, balanced_tree, fit, log_probabilities
-from fedvi.local import LocalTraining, Quadratic, minimise
+from fedvi.local import Batch, LocalTraining, Quadratic
 from fedvi.nn import parameter_count
 from fedvi.options import Options, option
 
@@ -103,7 +104,7 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
             "model with hidden layers"
         )
 
-    def embed(server, x, mask=None):
+    def embed(server, x, mask):
         z = model.features(server, x, mask).reshape(len(x), -1)
         squares = jnp.sum(z**2, axis=1, keepdims=True)
         return z * jax.lax.rsqrt(jnp.maximum(squares, 1e-12))
@@ -113,14 +114,13 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
         return fit(key, tree, kernel, x, y, mask, chains=chains, steps=steps)
 
     def loss(key, server, batch):
-        embedded = embed(server, batch.x, batch.mask)
-        # A minibatch is in random order, the real examples first.
-        parts = embedded, batch.y, batch.mask
-        support, (x, y, mask) = (tuple(p[i::2] for p in parts) for i in (0, 1))
+        # A minibatch is in random order.
+        embedded = batch._replace(x=embed(server, batch.x, batch.mask))
+        support, (x, y, mask) = halves_of(embedded)
         found = classify(key, *support, options.train_chains)
-        found = found._replace(x=support[0])  # with its gradient
-        log_probs = log_probabilities(found, tree, kernel, x)
-        own = jnp.take_along_axis(log_probs, y[:, None], axis=1)[:, 0]
+        found = found._replace(x=support.x)  # with its gradient
+        own = log_probabilities(found, tree, kernel, x)
+        own = jnp.take_along_axis(own, y[:, None], axis=1)[:, 0]
         return -jnp.where(mask, own, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
     def init(key):
@@ -130,44 +130,46 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
         training = _clipped(task.training, options.gp_clip)
         if options.whole_data:
             training = training._replace(batch_size=len(data.y))
-        zeros = jax.tree.map(jnp.zeros_like, trees(server))
-        decay = Quadratic(zeros, options.gp_weight_decay)
-        body, value = minimise(
-            key, round_index, server, data, training, loss, lambda _: decay
-        )
+        decay = Quadratic(optax.tree.zeros_like(trees(server)), options.gp_weight_decay)
+        own = task._replace(training=training)
+        body, value = train_from(own, key, round_index, server, data, loss, decay)
         return ClientOutput(optax.tree.sub(body, server), 1.0, (), {"loss": value})
 
     def server_update(key, round_index, server, aggregate):
         return optax.tree.add(server, aggregate.mean())
 
+    def global_predictive(key, server, x, mask):
+        return jnp.full((1, len(x), model.classes), -jnp.log(float(model.classes)))
+
     def personalise(key, server, client, data):
-        mask = jnp.arange(len(data.y)) < data.size
-        # What padding holds, a NaN say, would reach the rest through the mask.
-        x, y = (
-            jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros((), a.dtype))
-            for a in (data.x, data.y)
-        )
+        x, y, mask = _without_padding(data)
         x = embed(server, x, mask)
         return classify(key, x, y, mask, options.predict_chains)
 
     def personal_predictive(key, server, found, x, mask):
         return log_probabilities(found, tree, kernel, embed(server, x, mask))[None]
 
-    def global_predictive(key, server, x, mask):
-        return jnp.full((1, len(x), model.classes), -jnp.log(float(model.classes)))
-
-    return point_estimate(
+    return Algorithm(
         "pfedgp",
-        task,
-        params_of=lambda server: server,
-        init=init,
-        client_update=client_update,
-        server_update=server_update,
-        personalise=personalise,
-        personal_predictive=personal_predictive,
-        global_predictive=global_predictive,
+        init,
+        client_update,
+        server_update,
+        global_predictive,
+        personalise,
+        personal_predictive,
         global_model=False,
     )
+
+
+def _without_padding(data: ClientData) -> Batch:
+    """The examples, padding zeroed: a NaN in it would reach them through the mask."""
+    mask = jnp.arange(len(data.y)) < data.size
+
+    def real(leaf):
+        spread = mask.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(spread, leaf, jnp.zeros((), leaf.dtype))
+
+    return Batch(real(data.x), real(data.y), mask)
 
 
 def _clipped(training: LocalTraining, most) -> LocalTraining:

@@ -9,22 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.alternating import at_rate
-from fedvi.algorithms.common import OwnModel, plain_loss
+from fedvi.algorithms.common import OwnModel, finetune, plain_loss
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
 from fedvi.flat import like_flats, trees
-from fedvi.local import (
-    Quadratic,
-    check_stable,
-    descent,
-    fold_minibatches,
-    minimise,
-    num_steps,
-)
+from fedvi.local import Quadratic, check_stable, descent, fold_minibatches, num_steps
 from fedvi.options import Options, option
 
-__all__ = ["PFedMe", "pfedme"]
+__all__ = ["PFedMe", "envelope", "pfedme"]
 
 
 class PFedMe(Options):
@@ -74,40 +66,9 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
     term = f"personal_penalty={weight}"
     # w makes plain steps whatever the optimiser of θ is.
     check_stable(plain, weight, term, otherwise="give a smaller personal_penalty")
-    loss = plain_loss(task.model)
-
-    def envelope(key, round_index, params, data):
-        """(θ, w_i, mean loss) after a client's minibatches."""
-        inner = at_rate(task.training, options.inner_learning_rate)
-        init, descend = descent(inner, round_index)
-        rate = task.training.learning_rate_at(round_index)
-
-        def step(key, carry, batch):
-            theta, moments, w, total = carry
-            near = Quadratic(w, weight)
-
-            def inner_step(i, carry):
-                theta, moments, total = carry
-                step_key = jax.random.fold_in(key, i)
-                value, gradients = jax.value_and_grad(loss, 1)(step_key, theta, batch)
-                theta, moments = descend(theta, moments, gradients, near)
-                return theta, moments, total + value
-
-            theta, moments, total = jax.lax.fori_loop(
-                0, options.personal_steps, inner_step, (theta, moments, total)
-            )
-            w = optax.tree.add_scale(w, rate * weight, optax.tree.sub(theta, w))
-            return theta, moments, w, total
-
-        w = trees(params)
-        start = (w, init(w), w, jnp.zeros(()))
-        theta, _, w, total = fold_minibatches(key, data, task.training, step, start)
-        steps = options.personal_steps * num_steps(data.size, task.training)
-        theta, w = like_flats(theta, params), like_flats(w, params)
-        return theta, w, total / jnp.maximum(steps, 1)
 
     def client_update(key, round_index, server, client, data):
-        theta, w, value = envelope(key, round_index, server.params, data)
+        theta, w, value = envelope(task, options, key, round_index, server.params, data)
         moved = optax.tree.sub(w, server.params)
         return ClientOutput(moved, 1.0, client.trained(theta), {"loss": value})
 
@@ -118,8 +79,7 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
 
     def personalise(key, server, client, data):
         near = Quadratic(trees(server.params), weight)
-        start, training = server.params, task.finetuning
-        return minimise(key, 0, start, data, training, loss, lambda theta: near)[0]
+        return finetune(task, key, server.params, data, near)
 
     return fedavg(task)._replace(
         name="pfedme",
@@ -129,3 +89,35 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
         personalise=personalise,
         kept=lambda server, client: client.kept(),
     )
+
+
+def envelope(task: Task, options: PFedMe, key, round_index, params, data):
+    """(θ, w_i, mean loss) after a client's minibatches, from w_i = θ = `params`."""
+    weight, loss = options.personal_penalty, plain_loss(task.model)
+    inner = task.training.at_rate(options.inner_learning_rate)
+    init, descend = descent(inner, round_index)
+    rate = task.training.learning_rate_at(round_index)
+
+    def step(key, carry, batch):
+        theta, moments, w, total = carry
+        near = Quadratic(w, weight)
+
+        def inner_step(i, carry):
+            theta, moments, total = carry
+            step_key = jax.random.fold_in(key, i)
+            value, gradients = jax.value_and_grad(loss, 1)(step_key, theta, batch)
+            theta, moments = descend(theta, moments, gradients, near)
+            return theta, moments, total + value
+
+        inner = theta, moments, total
+        inner = jax.lax.fori_loop(0, options.personal_steps, inner_step, inner)
+        theta, moments, total = inner
+        w = optax.tree.add_scale(w, rate * weight, optax.tree.sub(theta, w))
+        return theta, moments, w, total
+
+    w = trees(params)
+    start = (w, init(w), w, jnp.zeros(()))
+    theta, _, w, total = fold_minibatches(key, data, task.training, step, start)
+    steps = options.personal_steps * num_steps(data.size, task.training)
+    theta, w = like_flats(theta, params), like_flats(w, params)
+    return theta, w, total / jnp.maximum(steps, 1)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from scipy.optimize import linear_sum_assignment
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import finetune, point_estimate, train_from
+from fedvi.algorithms.common import point_estimate, train_from
 from fedvi.algorithms.registry import builder
 from fedvi.flat import like_flats, trees
 from fedvi.nn import Model
@@ -80,14 +79,12 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
       ValueError: a network that has not one hidden layer with biases.
     """
     model = task.model
-    start = jax.eval_shape(lambda: _layers(model, model.init(jax.random.key(0))))
-    inputs, width = start[0].shape
-    classes = start[2].shape[1]
+    width, features = _one_hidden_layer(model)
     most = options.widening * width
 
     def init(key):
-        neurons, bias = _neurons(model, model.init(key))
-        empty = jnp.zeros((most - width, neurons.shape[1]))
+        neurons, bias = _neurons(model.init(key))
+        empty = jnp.zeros((most - width, features))
         counts = (jnp.arange(most) < width).astype(jnp.float32)
         members = jnp.tile(jnp.arange(width, dtype=jnp.int32), (task.ids, 1))
         return Server(jnp.concatenate([neurons, empty]), bias, counts, members)
@@ -99,41 +96,24 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
         return Server(whole, server.bias, (), own)
 
     def own_model(server):
-        return _params(model, server.members, server.bias, inputs)
+        return _params(model, server.members, server.bias)
 
     def client_update(key, round_index, server, client, data):
         start = own_model(server)
         params, value = train_from(task, key, round_index, start, data)
-        neurons, bias = _neurons(model, params)
+        neurons, bias = _neurons(params)
         moved = {"neurons": neurons - server.members, "bias": bias - server.bias}
         return ClientOutput(moved, 1.0, metrics={"loss": value})
 
     def server_update(key, round_index, server, aggregate):
-        ids, counts = aggregate.client_ids, aggregate.weight > 0
-        sent = server.neurons[server.members[ids]]
-        neurons, found, members = jax.pure_callback(
-            lambda *args: match(*map(np.asarray, args), options, most),
-            (
-                jax.ShapeDtypeStruct((most, inputs + 1 + classes), jnp.float32),
-                jax.ShapeDtypeStruct((most,), jnp.float32),
-                jax.ShapeDtypeStruct((len(ids), width), jnp.int32),
-            ),
-            sent + aggregate.uploads["neurons"],
-            counts,
-            vmap_method="sequential",
-        )
-        shares = aggregate.weight / aggregate.weight.sum()
+        weight, moved = aggregate.weight, aggregate.uploads
+        sent = server.neurons[server.members[aggregate.client_ids]] + moved["neurons"]
+        neurons, counts, members = _match_on_host(sent, weight > 0, options, most)
+        bias = server.bias + (weight / weight.sum()) @ moved["bias"]
         # Whom nobody heard of in this round starts at the most popular neurons.
-        everyone = jnp.broadcast_to(
-            jnp.argsort(-found)[:width].astype(jnp.int32), server.members.shape
-        )
-        kept = jnp.where(counts, ids, task.ids)
-        return Server(
-            neurons,
-            server.bias + shares @ aggregate.uploads["bias"],
-            found,
-            everyone.at[kept].set(members, mode="drop"),
-        )
+        popular = jnp.argsort(-counts)[:width].astype(jnp.int32)
+        everyone = jnp.broadcast_to(popular, server.members.shape)
+        return Server(neurons, bias, counts, aggregate.noted(everyone, members))
 
     def global_predictive(key, server, x, mask):
         """The outputs are linear in the hidden neurons: those of blocks of H add up."""
@@ -141,7 +121,7 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
         bias = server.bias / options.widening
 
         def outputs(block):
-            return model.apply(_params(model, block, bias, inputs), x, mask)
+            return model.apply(_params(model, block, bias), x, mask)
 
         return jax.nn.log_softmax(jax.lax.map(outputs, blocks).sum(0))[None]
 
@@ -153,9 +133,6 @@ def pfnm(task: Task, options: PFNM) -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         global_predictive=global_predictive,
-        personalise=lambda key, server, client, data: finetune(
-            task, key, own_model(server), data
-        ),
         broadcast=lambda server: server._replace(counts=()),
         unicast=unicast,
         reduce="stack",
@@ -198,8 +175,8 @@ def match(neurons, counts, options: PFNM, most: int):
             # Those in use first, then as many new ones as may be needed.
             used, free = np.flatnonzero(sizes > 0), np.flatnonzero(sizes == 0)
             places = np.concatenate([used, free[:width]])
-            m, s = sizes[places], np.where(sizes > 0, 1.0, 0.0)[places, None]
-            s = s * sums[places]
+            m = sizes[places]
+            s = np.where(m[:, None] > 0, sums[places], 0.0)
             square = (s**2).sum(1)
             both = square + 2 * vectors[j] @ s.T + (vectors[j] ** 2).sum(1)[:, None]
             gain = precision**2 * (
@@ -214,16 +191,28 @@ def match(neurons, counts, options: PFNM, most: int):
             sizes[members[j]] += 1
     sums = sums * (sizes > 0)[:, None]
     means = precision * sums / (prior + sizes * precision)[:, None]
-    return (
-        means.astype(np.float32),
-        sizes.astype(np.float32),
-        members.astype(np.int32),
+    return means.astype(np.float32), sizes.astype(np.float32), members.astype(np.int32)
+
+
+def _match_on_host(neurons, counts, options: PFNM, most: int):
+    """`match`, from within a compiled round."""
+    clients, width, features = neurons.shape
+    return jax.pure_callback(
+        lambda *given: match(*map(np.asarray, given), options, most),
+        (
+            jax.ShapeDtypeStruct((most, features), jnp.float32),
+            jax.ShapeDtypeStruct((most,), jnp.float32),
+            jax.ShapeDtypeStruct((clients, width), jnp.int32),
+        ),
+        neurons,
+        counts,
+        vmap_method="sequential",
     )
 
 
-def _layers(model: Model, params) -> list:
-    """(kernel `[in, H]`, bias `[H]`, kernel `[H, classes]`, bias `[classes]`)."""
-    layers = trees(params)
+def _one_hidden_layer(model: Model) -> tuple[int, int]:
+    """(H, inputs + 1 + classes) of a network that has one, with biases."""
+    layers = jax.eval_shape(lambda key: trees(model.init(key)), jax.random.key(0))
     body, head = (jax.tree.leaves(layers[part]) for part in ("body", "head"))
     shapes = [[leaf.shape for leaf in part] for part in (body, head)]
     dims = [[len(shape) for shape in part] for part in shapes]
@@ -233,24 +222,24 @@ def _layers(model: Model, params) -> list:
             "layer with biases, whose neurons pfnm matches: use model='mlp' with one "
             "number in hidden"
         )
-    return [body[1], body[0], head[1], head[0]]
+    (inputs, width), (_, classes) = body[1].shape, head[1].shape
+    return width, inputs + 1 + classes
 
 
-def _neurons(model: Model, params):
-    """(`[H, in + 1 + classes]`, output bias `[classes]`) of the parameters."""
-    kernel, bias, out, out_bias = _layers(model, params)
+def _neurons(params):
+    """(`[H, inputs + 1 + classes]`, output bias `[classes]`) of the parameters."""
+    bias, kernel, out_bias, out = jax.tree.leaves(trees(params))
     return jnp.concatenate([kernel.T, bias[:, None], out], axis=1), out_bias
 
 
-def _params(model: Model, neurons, out_bias, inputs: int):
+def _params(model: Model, neurons, out_bias):
     """The parameters of these neurons; the reverse of `_neurons`."""
-    kernel, bias = neurons[:, :inputs].T, neurons[:, inputs]
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    like = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    structure = trees(like)
-    parts = {"body": [bias, kernel], "head": [out_bias, neurons[:, inputs + 1 :]]}
-    layers = {
-        part: jax.tree.unflatten(jax.tree.structure(structure[part]), leaves)
-        for part, leaves in parts.items()
-    }
-    return like_flats(optax.tree.cast(layers, jnp.float32), like)
+    like = jax.eval_shape(model.init, jax.random.key(0))
+    inputs = neurons.shape[1] - 1 - len(out_bias)
+    bias, kernel, out = (
+        neurons[:, inputs],
+        neurons[:, :inputs].T,
+        neurons[:, inputs + 1 :],
+    )
+    structure = jax.tree.structure(jax.eval_shape(trees, like))
+    return like_flats(structure.unflatten([bias, kernel, out_bias, out]), like)

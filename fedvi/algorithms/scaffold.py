@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from fedvi.algorithm import Algorithm, ClientOutput, Task
-from fedvi.algorithms.common import point_estimate, tilted_loss
+from fedvi.algorithms.common import point_estimate, tilted_loss, train_from
 from fedvi.algorithms.registry import builder
-from fedvi.local import LocalTraining, minimise, num_steps
+from fedvi.local import LocalTraining, num_steps
 from fedvi.options import Options, option
 
 __all__ = ["Scaffold", "Server", "path_length", "scaffold"]
@@ -75,12 +75,11 @@ def scaffold(task: Task, options: Scaffold) -> Algorithm:
         return Server(params, optax.tree.zeros_like(params))
 
     def client_update(key, round_index, server, control, data):
-        slope = optax.tree.sub(server.control, control)
+        start, slope = server.params, optax.tree.sub(server.control, control)
         loss = tilted_loss(task.model, slope)
-        start, training = server.params, task.training
-        params, value = minimise(key, round_index, start, data, training, loss)
+        params, value = train_from(task, key, round_index, start, data, loss)
         moved = optax.tree.sub(params, start)
-        length = path_length(round_index, data.size, training)
+        length = path_length(round_index, data.size, task.training)
         changed = optax.tree.add_scale(server.control, 1 / length, moved)
         changed = optax.tree.scale(-1.0, changed)
         changed = optax.tree.where(length > 0, changed, optax.tree.zeros_like(changed))
@@ -89,12 +88,11 @@ def scaffold(task: Task, options: Scaffold) -> Algorithm:
         return ClientOutput(upload, 1.0, own, {"loss": value})
 
     def server_update(key, round_index, server, aggregate):
-        rate, sums = options.server_learning_rate, aggregate.statistics
+        rate, share = options.server_learning_rate, 1 / aggregate.population
+        mean, changed = aggregate.mean()["params"], aggregate.statistics["control"]
         return Server(
-            optax.tree.add_scale(server.params, rate, aggregate.mean()["params"]),
-            optax.tree.add_scale(
-                server.control, 1 / aggregate.population, sums["control"]
-            ),
+            optax.tree.add_scale(server.params, rate, mean),
+            optax.tree.add_scale(server.control, share, changed),
         )
 
     return point_estimate(

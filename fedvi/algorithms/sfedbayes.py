@@ -14,7 +14,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from fedvi.algorithm import Algorithm, Task
-from fedvi.algorithms.alternating import at_rate, require_stable
+from fedvi.algorithms.alternating import require_stable
 from fedvi.algorithms.pfedbayes import PFedBayesKin, pfedbayes_of
 from fedvi.algorithms.registry import builder
 from fedvi.distributions import mean_field, spike_and_slab
@@ -163,7 +163,7 @@ def logits_at(training: LocalTraining, factor: float) -> LocalTraining:
         return updates._replace(logit=longer)
 
     def optimizer(learning_rate):
-        own = at_rate(training, learning_rate).optimizer_at(0)  # may be 0 by now
+        own = training.at_rate(learning_rate).optimizer_at(0)  # may be 0 by now
         return optax.chain(own, optax.stateless(quicken))
 
     return training._replace(optimizer=optimizer)
