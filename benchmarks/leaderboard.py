@@ -593,13 +593,14 @@ def flag_text(cells: dict[str, str]) -> str:
     fields = dataclasses.asdict(config)
     shown = {k: fields[k] for k in fields if k in settings_given(name, chosen)}
     shown = {"algorithm": name, **config.options, **shown, "seeds": seeds}
-    shown["eval_every"] = max(1, config.rounds // 10)
+    shown |= {"data_file": None, "eval_every": max(1, config.rounds // 10)}
     return "\n".join(
         [
             f"# {name} on {FLAGS.dataset}: {PROTOCOLS[FLAGS.protocol].text}",
             f"# paper: {cells['paper']}: {', '.join(paper)}",
             f"# ours: accuracy {both('accuracy', 2)} %; NLL {both('nll', 3)}; ECE "
             f"{both('ece', 1)} %; last round, {seeds} seeds",
+            "# data: found by itself where it is known, else --data_file=FILE.npz",
             f"# chosen on held-out training data: {', '.join(chosen)}",
             f"# {SIGNATURE}",
             "",
