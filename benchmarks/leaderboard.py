@@ -189,7 +189,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fedem": {"adapt": ("weights", "all")},
     "fedsoul": {"sampler_step_size": (0.0001, 0.001)},
     "pfedgp": {"outputscale": (8.0, 32.0)},
-    "fola": {"precision": (10.0, 100.0)},
+    "fola": {"precision": (1000.0, 10000.0)},
 }
 FINE_TUNING = {"finetune_learning_rate": (0.01, 0.03)}
 
