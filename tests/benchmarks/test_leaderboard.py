@@ -87,7 +87,7 @@ def test_the_readme_has_the_table_that_was_measured(leaderboard):
     assert block in leaderboard.README.read_text()
 
 
-def test_flag_files_are_cut_from_the_tables(leaderboard, monkeypatch):
+def test_flag_files_are_cut_from_the_tables(leaderboard):
     tables = sorted((leaderboard.HERE / "results").glob("leaderboard_*.csv"))
     assert tables
     for table in tables:
@@ -95,9 +95,8 @@ def test_flag_files_are_cut_from_the_tables(leaderboard, monkeypatch):
             (name for name in leaderboard.PROTOCOLS if f"_{name}_" in table.stem),
             key=len,
         )
-        monkeypatch.setattr(leaderboard.FLAGS, "protocol", protocol)
-        dataset = table.stem.removeprefix(f"leaderboard_{protocol}_")
-        monkeypatch.setattr(leaderboard.FLAGS, "dataset", dataset)
+        leaderboard.FLAGS.protocol = protocol
+        leaderboard.FLAGS.dataset = table.stem.removeprefix(f"leaderboard_{protocol}_")
         for cells in leaderboard.read(table):
             if cells["paper"]:
                 text = leaderboard.flag_file(cells["method"]).read_text()
