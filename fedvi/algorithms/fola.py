@@ -43,8 +43,10 @@ class FOLA(Sampling):
     """Options of `fola`."""
 
     precision: float = option(
-        100.0,
-        "λ, of the prior of every weight, whose mean is the network's start.",
+        1000.0,
+        "λ, of the prior of every weight, whose mean is the network's start. Draws "
+        "are at most λ^-½ wide; λ/|D| pulls as FedProx's μ does.",
+        source="Fashion-MNIST (|D| = 60,000): below it a draw of an MLP is noise",
         above=0,
         traced=True,
     )
