@@ -323,7 +323,7 @@ def test_there_is_a_flag_file_for_every_cell():
         for tau in (1, 10)
     ]
     expected = {f"{method}_{cell}.flags" for method in methods for cell in cells}
-    assert {file.name for file in (FLAGFILES / "fedhb").iterdir()} == expected
+    assert expected <= {file.name for file in (FLAGFILES / "fedhb").iterdir()}
 
 
 def test_a_mistake_is_no_loss():
