@@ -147,19 +147,21 @@ PROTOCOLS["fedhb_tau5"] = PROTOCOLS["fedhb"]._replace(
 
 flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "mnist"], "Data.")
 flags.DEFINE_enum("protocol", "fedhb", list(PROTOCOLS), "Split, model and rounds.")
-flags.DEFINE_string("data_file", None, "An .npz of them; None: where they are known.")
+flags.DEFINE_string(
+    "data_file", None, "An .npz of the data; not needed where fedvi finds them itself."
+)
 flags.DEFINE_integer("seeds", 3, "Runs of every method.", lower_bound=1)
 flags.DEFINE_integer("rounds", None, "Instead of the protocol's.", lower_bound=1)
 flags.DEFINE_list("methods", [], "Only these; the others' rows stay as they were.")
 flags.DEFINE_bool("listed", False, "Only those that the paper's table lists.")
 flags.DEFINE_bool("tune", False, "Choose the settings on held-out training data first.")
-flags.DEFINE_string("worker", None, "The one method that this process is for.")
+flags.DEFINE_string("worker", None, "Set by the script itself.")
 flags.DEFINE_bool("cut", False, "Only the README's table and the flag files.")
 flags.DEFINE_string("runs", "runs/leaderboard", "Folder of the run folders.")
 flags.DEFINE_string(
     "out",
     str(HERE / "results" / "leaderboard"),
-    "OUT_PROTOCOL_DATASET.csv, .md and .png are left.",
+    "OUT_PROTOCOL_DATASET.csv, .md and .png are written.",
 )
 FLAGS = flags.FLAGS
 
@@ -238,8 +240,17 @@ def methods() -> list[str]:
 
 def asked() -> list[str]:
     """Those of them that the command line asks for."""
-    if unknown := set(FLAGS.methods) - set(methods()):
-        raise ValueError(f"--methods has {', '.join(sorted(unknown))}, not suited")
+    for name in FLAGS.methods:
+        why = PROTOCOLS[FLAGS.protocol].unsuited.get(name)
+        if why:
+            raise ValueError(
+                f"--methods has {name}, which --protocol={FLAGS.protocol} does not "
+                f"suit: {why}"
+            )
+        if name not in algorithms.ALGORITHMS:
+            raise ValueError(
+                f"--methods has {name!r}, which is none of {', '.join(methods())}"
+            )
     if FLAGS.listed:
         return [name for name in methods() if name in {BASELINE, *papers()}]
     return [name for name in methods() if name in (FLAGS.methods or methods())]
@@ -371,8 +382,8 @@ def in_processes(names: list[str]) -> None:
 
 def measure() -> list[dict[str, Any]]:
     """A row for every method, those included that are not run this time."""
-    chosen = json.loads(settings_file().read_text())
     names = asked()
+    chosen = json.loads(settings_file().read_text()) if settings_file().exists() else {}
     if missing := [name for name in names if name not in chosen]:
         raise ValueError(
             f"{settings_file().name} lacks {', '.join(missing)}: give --tune --methods="
@@ -537,7 +548,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a table that `measure` left."""
+    """The rows of a table.
+
+    Raises:
+      ValueError: there is none yet.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} is not there yet: train the methods first")
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 

@@ -276,7 +276,7 @@ class Algorithm(NamedTuple):
         and `server_update` see that, and its size is the bytes down.
       host: True where `server_update` calls back to Python between rounds
         (`jax.pure_callback`), such as for SciPy's assignment: no accelerator runs the
-        rounds alone then.
+        rounds alone then, and a CPU runs them as one device.
       importance: measures of the clients' importance by name, for the selections
         that are based on one.
       cohort: clients that take part in a round where the method itself says so: a

@@ -129,6 +129,14 @@ class BaseFederation:
             raise ValueError(
                 f"mesh={mesh!r} must be one over clients: fedvi.clients_mesh(devices)"
             )
+        if algorithm.host and mesh is not None and mesh.size > 1:
+            # Its sums over devices and the call to Python wait for the same threads.
+            if mesh.devices.flat[0].platform == "cpu":
+                raise ValueError(
+                    f"algorithm={algorithm.name} calls Python between rounds, for "
+                    f"which the {mesh.size} devices of a CPU may wait for ever: use "
+                    "one (devices=1)"
+                )
         if train.x.shape[2:] != test.x.shape[2:]:
             raise ValueError(
                 f"test.x has examples of shape {test.x.shape[2:]} and train.x of "

@@ -217,7 +217,8 @@ def split(model: Model, pattern: str) -> Model:
     if len(sides) < 2:
         side = "shared" if True in sides else "personalised"
         raise ValueError(
-            f"personal_part={pattern!r} leaves no {side} weight of {model.name}: it "
-            f"has {', '.join(paths)}"
+            f"personal_part={pattern!r} leaves no {side} weight of {model.name}, which "
+            f"has {', '.join(paths)}: use a pattern of some of them, or a model with "
+            "hidden layers"
         )
     return regroup(model, lambda path: "personal" if found(path) else "shared")

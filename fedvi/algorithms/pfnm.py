@@ -218,9 +218,8 @@ def _one_hidden_layer(model: Model) -> tuple[int, int]:
     dims = [[len(shape) for shape in part] for part in shapes]
     if dims != [[1, 2], [1, 2]] or shapes[0][1][1] != shapes[1][1][0]:
         raise ValueError(
-            f"model={model.name!r} with weights {shapes} is no network of one hidden "
-            "layer with biases, whose neurons pfnm matches: use model='mlp' with one "
-            "number in hidden"
+            f"model={model.name!r} is no network of one hidden layer with biases, "
+            "whose neurons pfnm matches: use model='mlp' with one number in hidden"
         )
     (inputs, width), (_, classes) = body[1].shape, head[1].shape
     return width, inputs + 1 + classes

@@ -304,7 +304,8 @@ def _train(runs: Sequence[Run], resuming: Sequence[bool]) -> list[dict[str, Any]
     go one group after another."""
     experiment, options = runs[0]
     settings = setup.differing([experiment for experiment, _ in runs])
-    mesh = devices.mesh(options.devices, options.model_devices, experiment.together)
+    together = 1 if experiment.algorithm.host else experiment.together
+    mesh = devices.mesh(options.devices, options.model_devices, together)
     federation = setup.federation(experiment, options, mesh, settings[0])
     stretches: dict[int, list[tuple[int, Kept | None]]] = {}
     for number, (one, resumes) in enumerate(zip(runs, resuming)):
