@@ -279,7 +279,7 @@ def test_its_distribution_is_over_body_and_head(plain):
         (
             "personal_part",
             "tail",
-            "leaves no personalised weight of mlp: it has .*head",
+            "leaves no personalised weight of mlp, which has .*head",
         ),
         ("personal_part", "", "leaves no shared weight"),
         ("personal_part", "(", "is no regular expression"),
