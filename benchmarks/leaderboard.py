@@ -126,6 +126,7 @@ PROTOCOLS = {
             "fraction": 0.1,
             "epochs": 5,
             "batch_size": 50,
+            "momentum": 0.0,
             "lr_decay_at": (),
         },
         PARTICLES

@@ -56,6 +56,7 @@ def option(
     group: str = "",
     traced: bool = False,
     evaluation: Literal["", "rows", "after"] = "",
+    only_with: Mapping[str, Any] = types.MappingProxyType({}),
     **bounds: float,
 ) -> Any:
     """One option: a dataclass field.
@@ -88,6 +89,7 @@ def option(
             "group": group,
             "traced": traced,
             "evaluation": evaluation,
+            "only_with": only_with,
             "bounds": bounds,
         },
     )
@@ -109,8 +111,9 @@ class Options:
     They are checked when they are made.
 
     Raises:
-      ValueError: a value of another kind than its option's, outside its range or not
-        among its choices; names option, value and what would be right.
+      ValueError: a value of another kind than its option's, outside its range, not
+        among its choices or read by nothing; names option, value and what would be
+        right.
     """
 
     def __init_subclass__(cls):
@@ -152,15 +155,25 @@ def range_of(field: dataclasses.Field) -> str:
 
 
 def check(options: Any) -> None:
-    """Checks every option of a dataclass on its own.
+    """Checks every option of a dataclass.
 
     Raises:
       ValueError: as `Options`.
     """
     hints = typing.get_type_hints(type(options))
-    for field in dataclasses.fields(options):
-        if "bounds" in field.metadata:
-            check_one(field, hints[field.name], getattr(options, field.name))
+    fields = [f for f in dataclasses.fields(options) if "bounds" in f.metadata]
+    for field in fields:
+        check_one(field, hints[field.name], getattr(options, field.name))
+    for field in fields:
+        value = getattr(options, field.name)
+        if isinstance(value, jax.core.Tracer) or value == field.default:
+            continue
+        for other, needed in field.metadata["only_with"].items():
+            if (found := getattr(options, other)) != needed:
+                raise ValueError(
+                    f"{field.name}={shown(value)} has no effect with {other}={found}: "
+                    f"leave it out, or use {other}={needed}"
+                )
 
 
 def check_names(given: Mapping[str, Any], options: type, owner: str) -> None:
@@ -248,6 +261,8 @@ def text_of(field: dataclasses.Field, hint: Any, *defaults: Any) -> str:
     if choices := choices_of(field, hint):
         own = ["package.module:name"] if field.metadata["importable"] else []
         facts.insert(0, " | ".join(map(str, [*choices, *own])))
+    with_others = field.metadata["only_with"].items()
+    facts += [f"only with {other}={value}" for other, value in with_others]
     facts += filter(None, [range_of(field), field.metadata["source"]])
     text = field.metadata["help"]
     return f"{text} ({', '.join(facts)})" if facts else text

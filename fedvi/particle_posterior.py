@@ -46,15 +46,23 @@ class ParticleOptions(Options):
     precision: float = option(
         math.e,
         "λ of the gaussian prior.",
+        only_with={"prior": "gaussian"},
         source="DSVGD's network",
         above=0,
         traced=True,
     )
-    gamma_shape: float = option(1.0, "Of the hierarchical prior.", above=0, traced=True)
+    gamma_shape: float = option(
+        1.0,
+        "Of the hierarchical prior.",
+        only_with={"prior": "hierarchical"},
+        above=0,
+        traced=True,
+    )
     gamma_rate: float = option(
         0.01,
         "Of the hierarchical prior.",
         source="the papers; DSVGD's code has 100",
+        only_with={"prior": "hierarchical"},
         above=0,
         traced=True,
     )

@@ -21,6 +21,7 @@ class Method(Family):
     flag: bool = option(False, "Whether.")
     name: str = option("sum", "Of a thing.", choices=("sum", "mean"))
     power: int = option(1, "Of a norm.", choices=(1, 2))
+    pull: float = option(0.1, "Of two.", only_with={"kind": "two"}, traced=True)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ class Method(Family):
         {"scale": 0, "count": 9, "rate": 0.5, "flag": True, "kind": "two"},
         {"scale": np.float32(2), "count": np.int64(4), "rate": None, "name": "mean"},
         {"scale": jnp.float32(2)},
+        {"kind": "two", "pull": 0.5},
+        {"kind": "one", "pull": 0.1},
     ],
 )
 def test_values_inside_their_range_are_kept(good):
@@ -57,6 +60,10 @@ def test_values_inside_their_range_are_kept(good):
         ("rate", 1.0, "rate=1.0 must be"),
         ("flag", 1, "flag=1 must be True or False"),
         ("name", "max", "name='max' must be one of sum, mean"),
+        (
+            *("pull", 0.5),
+            "pull=0.5 has no effect with kind=one: leave it out, or use kind=two",
+        ),
     ],
 )
 def test_other_values_are_named(name, value, message):
@@ -65,7 +72,7 @@ def test_other_values_are_named(name, value, message):
 
 
 def test_only_numbers_in_formulas_may_be_traced():
-    jax.eval_shape(lambda s: Method(scale=s).scale, jnp.float32(1))
+    jax.eval_shape(lambda s: Method(scale=s, pull=s).scale, jnp.float32(1))
     with pytest.raises(ValueError, match="count is static and cannot be traced"):
         jax.eval_shape(lambda c: Method(count=c).count, jnp.int32(1))
 
@@ -84,6 +91,7 @@ def test_a_description_has_inherited_options_defaults_ranges_and_sources():
         "  flag: Whether. (default False)",
         "  name: Of a thing. (sum | mean, default sum)",
         "  power: Of a norm. (1 | 2, default 1)",
+        "  pull: Of two. (default 0.1, only with kind=two)",
     ]
 
 

@@ -76,12 +76,17 @@ class FedABML(Alternating):
     )
     global_steps: int = option(
         1,
-        "Steps of θ on a minibatch, with theta_update=alternate.",
+        "Steps of θ on a minibatch.",
+        only_with={"theta_update": "alternate"},
         source="Alg. 1",
         at_least=0,
     )
     inner_learning_rate: float | None = option(
-        None, "Of φ's steps in meta; None: η, that of training.", above=0, traced=True
+        None,
+        "Of φ's steps; None: η, that of training.",
+        only_with={"theta_update": "meta"},
+        above=0,
+        traced=True,
     )
     mc_samples: int = option(
         5, "s, draws that a step's loss is averaged of.", source="§5.3", at_least=1

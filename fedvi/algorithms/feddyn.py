@@ -53,7 +53,8 @@ def feddyn(task: Task, options: FedDyn) -> Algorithm:
     At rest all θ_i are θ, so that h = mean_i ∇f_i(θ) = 0: a stationary point of the
     mean of the f_i, where FedAvg's is another. All clients weigh the same.
 
-    With SGD the quadratic is an exact proximal step. The linear term is a part of the
+    Any optimiser will do for the minimum: h_i is ∇f_i there, whatever found it. With
+    SGD the quadratic is an exact proximal step. The linear term is a part of the
     gradient: at rest it cancels ∇f_i in every step, with momentum too.
 
     Metrics: `loss`, the mean of f_i over the steps; `penalty`, the quadratic at θ_i.

@@ -95,6 +95,7 @@ class FedHBNIW(Head):
     num_samples: int = option(
         1,
         "S, Student-t samples a prediction.",
+        only_with={"prediction": "sample"},
         source="FedHB §3.1",
         evaluation="rows",
         at_least=1,
@@ -118,14 +119,8 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
     of Eq. 17 after the last of them.
 
     Raises:
-      ValueError: `num_samples` without samples, or a model of a frozen head
-        alone.
+      ValueError: a model of a frozen head alone.
     """
-    if options.num_samples > 1 and options.prediction == "mode":
-        raise ValueError(
-            f"num_samples={options.num_samples} has no effect with prediction='mode': "
-            "give prediction='sample'"
-        )
     check_trained(task, options, "fedhb_niw")
     hyper = sizes(task, options)
 

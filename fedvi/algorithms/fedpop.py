@@ -62,8 +62,9 @@ class FedPop(PersonalPart):
     )
     sampler_step_size: float = option(
         1e-4,
-        "γ of the Langevin steps; only with sampler=sgld. Below 2 over U's largest "
-        "second derivative, which grows with the client's data.",
+        "γ of the Langevin steps. Below 2 over U's largest second derivative, which "
+        "grows with the client's data.",
+        only_with={"sampler": "sgld"},
         above=0,
         traced=True,
     )

@@ -69,8 +69,9 @@ class FedPer(PersonalPart):
     )
     personal_epochs: int = option(
         10,
-        "Epochs of a client's own weights in a round, if alternating; the shared ones "
-        "have those of training.",
+        "Epochs of a client's own weights in a round; the shared ones have those of "
+        "training.",
+        only_with={"schedule": "alternating"},
         source="FedRep's public code, CIFAR-10",
         at_least=0,
     )

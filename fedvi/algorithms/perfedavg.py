@@ -39,8 +39,9 @@ class PerFedAvg(Options):
     )
     difference: float = option(
         1e-3,
-        "δ of hessian_free: how far, in gradients, the two points lie on either side. "
-        "A ReLU that switches between them adds its jump over 2δ.",
+        "δ: how far, in gradients, the two points lie on either side. A ReLU that "
+        "switches between them adds its jump over 2δ.",
+        only_with={"gradient": "hessian_free"},
         above=0,
         traced=True,
     )

@@ -206,7 +206,7 @@ class ExperimentConfig:
     fraction: float = option(
         0.1,
         "f: ⌊N·f⌋ clients take part in a round; novel_clients are no part of N. "
-        "Methods that say how many (dsvgd: 1, parallel_dsvgd: all) ignore it.",
+        "Methods that say how many (dsvgd: 1; parallel_dsvgd, cfl: all) ignore it.",
         above=0,
         at_most=1,
     )

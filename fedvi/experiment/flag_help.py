@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from fedvi.algorithms import options_of
+from fedvi.algorithms import find, options_of
 from fedvi.experiment.config import ExperimentConfig, HostOptions, RunOptions
 from fedvi.options import groups_of, shown, text_of
 
@@ -32,7 +32,8 @@ def help_text(
     """
     groups: dict[str, list[str]] = {"method": [_own(flag_values["algorithm"])]}
     for name in algorithms:
-        groups[f"this method, {name}"] = _entries(options_of(name), flag_values)
+        entries = _entries(options_of(name), flag_values)
+        groups[f"this method, {name}"] = [*_summary(name), *entries]
     for config in (ExperimentConfig, RunOptions, HostOptions):
         group_of = groups_of(config)
         for name, entry in zip(_names(config), _entries(config, flag_values)):
@@ -58,6 +59,13 @@ def help_text(
             )
     lines += ["", "Options of other methods: --algorithm=NAME --help, or --helpfull."]
     return "\n".join(lines)
+
+
+def _summary(name: str) -> list[str]:
+    """The first sentence of the module that a method is written in, if it has one."""
+    text = inspect.getdoc(inspect.getmodule(inspect.unwrap(find(name)))) or ""
+    first, _, _ = text.partition("\n\n")
+    return [" ".join(first.split())] if first else []
 
 
 def _names(options: type) -> list[str]:

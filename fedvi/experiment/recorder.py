@@ -250,13 +250,16 @@ def status(
         parts.append(f"mean of {len(recorders)} runs")
     if first.get("loss") is not None:
         parts.append(f"loss {mean('loss'):.3f}")
-    parts.append(f"{config.evaluated_on} accuracy")
+    accuracies = {
+        "personalised": mean("personal_accuracy"),
+        "novel": mean("novel_personal_accuracy"),
+    }
+    known = {name: x for name, x in accuracies.items() if not np.isnan(x)}
     if experiment.algorithm.global_model:
-        parts.append(f"global {mean('global_accuracy'):.2f} %")
-    if not np.isnan(mean("personal_accuracy")):
-        parts.append(f"personalised {mean('personal_accuracy'):.2f} %")
-        if not np.isnan(mean("novel_personal_accuracy")):
-            parts.append(f"novel {mean('novel_personal_accuracy'):.2f} %")
+        known = {"global": mean("global_accuracy"), **known}
+    if known:  # a method without a global model has none between personalisations
+        parts.append(f"{config.evaluated_on} accuracy")
+        parts += [f"{name} {x:.2f} %" for name, x in known.items()]
     if "adjusted_rand" in first:
         parts.append(f"adjusted Rand {mean('adjusted_rand'):.2f}")
     if first["seconds"] is not None:

@@ -211,11 +211,11 @@ def _prepared(
             setting = config.of_data()
             if new := loaded is None and setting != shared_for:
                 shared, shared_for = load_data(config), setting
-                print(class_histogram(shared.federated))
             experiments.append(
                 setup.experiment(config, builder, shared, options.model_devices)
             )
-            if new:
+            if new:  # after the method's own mistakes, of which a line says enough
+                print(class_histogram(shared.federated))
                 print(setup.applied(config, experiments[-1]))
         # The first method's turn comes at once.
         methods = {one.config.algorithm: one for one in experiments}

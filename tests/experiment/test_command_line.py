@@ -497,6 +497,7 @@ def test_the_help_is_in_groups_and_of_the_chosen_methods():
     data = text[text.index("\ndata:") : text.index("\nmodel:")]
     assert "--dataset:" in data and "--partition_seed:" in data
     assert "--zeta:" not in text and "--p_drop:" in text
+    assert "  FedHB with a normal-inverse-Wishart posterior." in text
     text, _ = help_of("--algorithm=pfedbayes,dsvgd:ksd")
     assert "--zeta:" in text and "--particles:" in text and "--p_drop:" not in text
     _, flat = help_of(algorithm="bpfed", zeta=0.25, rounds=77, hidden=(3, 4))
