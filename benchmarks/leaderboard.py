@@ -38,6 +38,7 @@ from scipy.special import stdtrit
 
 from fedvi import algorithms
 from fedvi.experiment import ExperimentConfig, RunOptions, sweep_all
+from fedvi.experiment.config import participants
 from fedvi.experiment.run import run_all
 
 matplotlib.use("Agg")
@@ -210,26 +211,43 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
 }
 
-# Gradients of a minibatch for each one of FedAvg's, with S steps in a visit.
-GRADIENTS: dict[str, Callable[[int, dict[str, Any]], float]] = {
-    "ditto": lambda steps, options: 2,
-    "pfedme": lambda steps, options: 5,
+# Gradients of a minibatch for each one of FedAvg's.
+GRADIENTS: dict[str, Callable[[ExperimentConfig], float]] = {
+    "ditto": lambda config: 2,
+    "pfedme": lambda config: 5,
     # Five, on halves of a minibatch.
-    "perfedavg": lambda steps, options: 2.5,
-    "fedrep": lambda steps, options: 1 + options["personal_epochs"],
-    "fedem": lambda steps, options: 3,
-    "fedpop": lambda steps, options: (10 + options["body_steps"]) / steps,
-    "fedsoul": lambda steps, options: 15 / steps,
-    # The server's: 20 epochs of its 1,000 inputs, for the steps of ten clients.
-    "fedbe": lambda steps, options: 1 + 400 / (10 * steps),
+    "perfedavg": lambda config: 2.5,
+    "fedrep": lambda config: (
+        1 + config.options["personal_epochs"] * epoch_of(config) / steps_of(config)
+    ),
+    "fedem": lambda config: 3,
+    "fedpop": lambda config: (10 + config.options["body_steps"]) / steps_of(config),
+    "fedsoul": lambda config: 15 / steps_of(config),
+    # The server's: 20 epochs of its 1,000 inputs, for the steps of the cohort.
+    "fedbe": lambda config: (
+        1 + 400 / steps_of(config) / participants(config.clients, config.fraction)
+    ),
     # Choosing among two clusters is two forward passes, a third of a gradient each.
-    "ifca": lambda steps, options: 1 + 2 / 3,
-    "cfedbayes": lambda steps, options: options.get("personal_steps", 5) + 2 / 3,
+    "ifca": lambda config: 1 + 2 / 3,
+    "cfedbayes": lambda config: config.options.get("personal_steps", 5) + 2 / 3,
     **dict.fromkeys(
         ("pfedbayes", "sfedbayes", "bpfed", "fedabml"),
-        lambda steps, options: options.get("personal_steps", 5),
+        lambda config: config.options.get("personal_steps", 5),
     ),
 }
+
+
+def epoch_of(config: ExperimentConfig) -> int:
+    """Steps of an epoch of a client."""
+    images = 60_000 // config.clients
+    if config.train_per_class:
+        images = config.train_per_class * config.classes_per_client
+    return -(-images // config.batch_size)
+
+
+def steps_of(config: ExperimentConfig) -> int:
+    """Steps of a visit."""
+    return config.local_steps or config.epochs * epoch_of(config)
 
 
 def methods() -> list[str]:
@@ -418,7 +436,7 @@ def row(name: str, found: dict[str, Any], settings: dict[str, Any]) -> dict[str,
     if not one["global_model"]:
         cells = {k: "" if k.startswith("global_") else v for k, v in cells.items()}
     config = config_of(name, **settings)
-    gradients = GRADIENTS.get(name, lambda steps, options: 1)
+    gradients = GRADIENTS.get(name, lambda config: 1)
     listed = papers().get(name, {})
     return cells | {
         "paper": listed.get("source", ""),
@@ -430,16 +448,10 @@ def row(name: str, found: dict[str, Any], settings: dict[str, Any]) -> dict[str,
         "bytes_down": one["bytes_down"],
         "round_seconds": one["round_seconds"],
         f"round_over_{BASELINE}": one["round_seconds"] / base["round_seconds"],
-        "gradients": gradients(steps_of(config), config.options),
+        "gradients": gradients(config),
         "compile_seconds": one["compile_seconds"],
         "settings": json.dumps(settings),
     }
-
-
-def steps_of(config: ExperimentConfig) -> int:
-    """A visit's: of the protocol's images a client, where it does not say."""
-    images = 60_000 // config.clients
-    return config.local_steps or config.epochs * -(-images // config.batch_size)
 
 
 def _by_seed(summary: dict[str, Any], model: str, key: str, unit: float = 1):

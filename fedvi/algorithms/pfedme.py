@@ -51,7 +51,8 @@ def pfedme(task: Task, options: PFedMe) -> Algorithm:
     minimum λ (w_i - θ) = ∇f_i(θ). θ starts at w and goes on from one minibatch to the
     next, as in the public code; it descends by the optimiser of `task.training`, with
     SGD by exact proximal steps. w makes plain steps whatever that is: under Adam, whose
-    rates are small, η λ is too, and w hardly follows θ. The code's weight decay of θ is left out.
+    rates are small, η λ is too, and w hardly follows θ. The code's weight decay of θ is
+    left out.
     Server: w <- (1 - β) w + β · uniform average of the w_i. All clients train and some
     are averaged in the paper; here those train that are.
     Prediction: w, or a client's own last θ, which it keeps (before the average, as the
