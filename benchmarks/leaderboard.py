@@ -4,7 +4,7 @@
     python benchmarks/leaderboard.py --dataset=fashion_mnist --tune
 
 The protocols are those of the papers' tables on images of digits and clothes
-(PROTOCOLS), but for this: last round, test data. --tune chooses every
+(leaderboard_protocols.py), but for this: last round, test data. --tune chooses every
 method's settings on a held-out fifth of the training data, one seed, by the NLL of the
 personal models: a grid of six cells for each, three learning rates times two values of
 a number of its own. What it chose is in benchmarks/settings; without --tune it is only
@@ -20,132 +20,40 @@ import dataclasses
 import json
 import os
 import queue
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-import matplotlib
+import leaderboard_pages as pages
 import numpy as np
 from absl import app, flags
-from report import describe, page, run, table
-from scipy.special import stdtrit
+from leaderboard_protocols import (
+    ADAM,
+    ADAM_RATES,
+    AXES,
+    BASELINE,
+    BESIDE,
+    FINE_TUNING,
+    GRADIENTS,
+    MEAN_FIELD,
+    PROTOCOLS,
+    RATES,
+)
+from report import describe, page, run
 
 from fedvi import algorithms
 from fedvi.experiment import ExperimentConfig, RunOptions, sweep_all
-from fedvi.experiment.config import participants
 from fedvi.experiment.run import run_all
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 HERE = Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
 FLAGFILES = HERE.parent / "examples" / "flagfiles"
 PAPERS = HERE / "paper_figures.csv"
 SIGNATURE = "written by benchmarks/leaderboard.py --cut"
-MARKS = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
-BASELINE = "fedavg"
 SHOWN = "fedhb_fashion_mnist"  # the table in the README
 
-
-class Protocol(NamedTuple):
-    """What all methods have in common, what those with mean-field posteriors take
-    besides the papers' optimiser, and whom it does not suit."""
-
-    text: str
-    settings: dict[str, Any]
-    unsuited: dict[str, str]
-    mean_field: Mapping[str, Any] = MappingProxyType({})
-
-
-PARTICLES = dict.fromkeys(
-    ("dsvgd", "parallel_dsvgd"), "particles of as many weights as the network has"
-)
-ALL_CLIENTS = {"cfl": "clusters are split by the updates of all clients, in each round"}
-
-
-PROTOCOLS = {
-    "fedhb": Protocol(
-        "FedHB's Tables 10 and 11, τ = 1: 100 clients of 5 shards, a tenth of them a "
-        "round, one epoch, 100 rounds, MLP-256",
-        {
-            "partition": "class_shards",
-            "clients": 100,
-            "shards": 5,
-            "model": "mlp",
-            "hidden": (256,),
-            "rounds": 100,
-            "fraction": 0.1,
-            "epochs": 1,
-        },
-        PARTICLES
-        | ALL_CLIENTS
-        | {
-            "pfedgp": "30 chains of kernels of 600 images, for each of 100 clients and "
-            "4 levels of classes: hours on two cores"
-        },
-        # The others' budget: a gradient a minibatch.
-        {"personal_steps": 1},
-    ),
-    "pfedbayes": Protocol(
-        "pFedBayes' Table 1, small: 10 clients, all in every round, 5 of 10 labels "
-        "each, 50 training images a label, MLP-100; 20 steps of 100 images a round, 60 "
-        "rounds",
-        {
-            "partition": "class_subsets",
-            "clients": 10,
-            "classes_per_client": 5,
-            "train_per_class": 50,
-            "test_per_class": 950,
-            "pool": True,
-            "model": "mlp",
-            "hidden": (100,),
-            "rounds": 60,
-            "fraction": 1.0,
-            "local_steps": 20,
-            "batch_size": 100,
-            "lr_decay_at": (),
-            "eval_batch_size": 475,
-        },
-        PARTICLES,
-    ),
-    "fedabml": Protocol(
-        "FedABML's Table 1: 200 clients of 2 shards, a tenth of them a round, 5 "
-        "epochs, 100 rounds, logistic regression",
-        {
-            "partition": "class_shards",
-            "clients": 200,
-            "shards": 2,
-            "model": "logistic",
-            "rounds": 100,
-            "fraction": 0.1,
-            "epochs": 5,
-            "batch_size": 50,
-            "momentum": 0.0,
-            "lr_decay_at": (),
-        },
-        PARTICLES
-        | ALL_CLIENTS
-        | dict.fromkeys(
-            (
-                *("fedbabu", "fedper", "fedrep", "lg_fedavg", "bpfed", "fedpop"),
-                *("fedsoul", "fedhb_niw", "fedhb_mixture", "pfedgp", "pfnm"),
-            ),
-            "needs a network with a body, at its defaults",
-        ),
-    ),
-}
-
-PROTOCOLS["fedhb_tau5"] = PROTOCOLS["fedhb"]._replace(
-    text="FedHB's Tables 10 and 11, τ = 5: as τ = 1, but five epochs, 20 rounds",
-    settings=PROTOCOLS["fedhb"].settings | {"rounds": 20, "epochs": 5},
-)
 
 flags.DEFINE_enum("dataset", "fashion_mnist", ["fashion_mnist", "mnist"], "Data.")
 flags.DEFINE_enum("protocol", "fedhb", list(PROTOCOLS), "Split, model and rounds.")
@@ -166,88 +74,6 @@ flags.DEFINE_string(
     "OUT_PROTOCOL_DATASET.csv, .md and .png are written.",
 )
 FLAGS = flags.FLAGS
-
-RATES = (0.01, 0.03, 0.1)
-ADAM = {"optimizer": "adam", "momentum": 0.0}
-ADAM_RATES = (0.001, 0.003, 0.01)
-
-# What every method's second axis is: a number of its own, or how fast it fine-tunes.
-AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "fedprox": {"mu": (0.01, 0.1)},
-    "fedhb_niw": {"penalty_scale": (0.03, 0.3)},
-    "fedhb_mixture": {"penalty_scale": (0.1, 1.0)},
-    "pfedbayes": {"zeta": (0.1, 1.0)},
-    "sfedbayes": {"zeta": (0.1, 1.0)},
-    "cfedbayes": {"zeta": (0.1, 1.0)},
-    "bpfed": {"zeta": (0.1, 1.0)},
-    "fedabml": {"kl_weight": (0.01, 0.1)},
-    "feddyn": {"alpha_coef": (0.01, 0.1)},
-    "ditto": {"personal_penalty": (0.1, 1.0)},
-    "pfedme": {"personal_penalty": (5.0, 15.0)},
-    "perfedavg": {"inner_learning_rate": (0.01, 0.1)},
-    "heurfedamp": {"personal_penalty": (0.1, 1.0)},
-    "fedpa": {"shrinkage": (0.01, 1.0)},
-    "fedbe": {"distillation_learning_rate": (0.001, 0.01)},
-    "fedpop": {"body_steps": (5, 20)},
-    "fedrep": {"personal_epochs": (1, 4)},
-    "fedem": {"adapt": ("weights", "all")},
-    "fedsoul": {"sampler_step_size": (0.0001, 0.001)},
-    "pfedgp": {"outputscale": (8.0, 32.0)},
-    "fola": {"precision": (1000.0, 10000.0)},
-}
-FINE_TUNING = {"finetune_learning_rate": (0.01, 0.03)}
-
-# By Adam in their papers, with rates for it.
-MEAN_FIELD = ("pfedbayes", "sfedbayes", "cfedbayes", "bpfed", "fedabml")
-
-# What some need besides.
-BESIDE: dict[str, dict[str, Any]] = {
-    # 1 / (λ (1 - λ)) times a rate of Adam of 0.01 is refused.
-    "sfedbayes": {"inclusion_rate": 30.0},
-    "fedbe": {"unlabelled": 1000},
-    # A kernel of each minibatch.
-    "pfedgp": {"whole_data": False},
-    # One draw: the others' budget again.
-    "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
-}
-
-# Gradients of a minibatch for each one of FedAvg's.
-GRADIENTS: dict[str, Callable[[ExperimentConfig], float]] = {
-    "ditto": lambda config: 2,
-    "pfedme": lambda config: 5,
-    # Five, on halves of a minibatch.
-    "perfedavg": lambda config: 2.5,
-    "fedrep": lambda config: (
-        1 + config.options["personal_epochs"] * epoch_of(config) / steps_of(config)
-    ),
-    "fedem": lambda config: 3,
-    "fedpop": lambda config: (10 + config.options["body_steps"]) / steps_of(config),
-    "fedsoul": lambda config: 15 / steps_of(config),
-    # The server's: 20 epochs of its 1,000 inputs, for the steps of the cohort.
-    "fedbe": lambda config: (
-        1 + 400 / steps_of(config) / participants(config.clients, config.fraction)
-    ),
-    # Choosing among two clusters is two forward passes, a third of a gradient each.
-    "ifca": lambda config: 1 + 2 / 3,
-    "cfedbayes": lambda config: config.options.get("personal_steps", 5) + 2 / 3,
-    **dict.fromkeys(
-        ("pfedbayes", "sfedbayes", "bpfed", "fedabml"),
-        lambda config: config.options.get("personal_steps", 5),
-    ),
-}
-
-
-def epoch_of(config: ExperimentConfig) -> int:
-    """Steps of an epoch of a client."""
-    images = 60_000 // config.clients
-    if config.train_per_class:
-        images = config.train_per_class * config.classes_per_client
-    return -(-images // config.batch_size)
-
-
-def steps_of(config: ExperimentConfig) -> int:
-    """Steps of a visit."""
-    return config.local_steps or config.epochs * epoch_of(config)
 
 
 def methods() -> list[str]:
@@ -278,7 +104,8 @@ def asked() -> list[str]:
 def papers() -> dict[str, dict[str, str]]:
     """The paper's figures of this protocol and data, by method."""
     own = (FLAGS.protocol, FLAGS.dataset)
-    rows = [row for row in read(PAPERS) if (row["protocol"], row["dataset"]) == own]
+    rows = pages.read(PAPERS)
+    rows = [row for row in rows if (row["protocol"], row["dataset"]) == own]
     return {row["method"]: row for row in rows}
 
 
@@ -458,125 +285,11 @@ def _by_seed(summary: dict[str, Any], model: str, key: str, unit: float = 1):
     return unit * np.array([one[model][key] for one in summary["per_seed"]], float)
 
 
-def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The table, the best personal accuracy first."""
-
-    def mean(cells, key, digits):
-        if cells[key] == "":
-            return "-"
-        value, spread = float(cells[key]), float(cells[f"{key}_std"])
-        return f"{value:.{digits}f} ± {spread:.{digits}f}"
-
-    def gap(cells, key, digits):
-        if cells["method"] == BASELINE:
-            return "-"
-        name = f"{key}_minus_{BASELINE}"
-        difference, error = float(cells[name]), float(cells[f"{name}_error"])
-        seeds = int(cells["seeds"])
-        told = seeds > 1 and abs(difference) > stdtrit(seeds - 1, 0.975) * error
-        mark = "**" if told else ""
-        return f"{mark}{difference:+.{digits}f} ± {error:.{digits}f}{mark}"
-
-    ranked = sorted(rows, key=lambda cells: -float(cells["personal_accuracy"]))
-    return table(
-        "method | global % | personal % | minus FedAvg + FT | personal NLL | minus "
-        "FedAvg + FT | personal ECE % | MB up, down a round | s a round (FedAvg = 1; "
-        "its gradients)",
-        [
-            [
-                cells["method"],
-                mean(cells, "global_accuracy", 2),
-                mean(cells, "personal_accuracy", 2),
-                gap(cells, "accuracy", 2),
-                mean(cells, "personal_nll", 3),
-                gap(cells, "nll", 3),
-                mean(cells, "personal_ece", 2),
-                f"{float(cells['bytes_up']) / 1e6:.1f}, "
-                f"{float(cells['bytes_down']) / 1e6:.1f}",
-                f"{float(cells['round_seconds']):.3f} "
-                f"({float(cells[f'round_over_{BASELINE}']):.1f}; "
-                f"{float(cells['gradients']):.1f})",
-            ]
-            for cells in ranked
-        ],
-    )
-
-
-def beside_papers(rows: list[dict[str, Any]]) -> list[str]:
-    """What the paper's table has, and ours beside it; no table, no lines."""
-    pairs = []
-    for cells in rows:
-        for model in ("global", "personal"):
-            paper, ours = cells[f"paper_{model}"], cells[f"{model}_accuracy"]
-            if paper and ours != "":
-                spread = float(cells[f"{model}_accuracy_std"])
-                gap = float(ours) - float(paper.rstrip("?"))
-                ours = f"{float(ours):.2f} ± {spread:.2f}"
-                pairs.append([cells["method"], model, paper, ours, f"{gap:+.2f}"])
-            elif paper:
-                pairs.append([cells["method"], model, paper, "no such model", ""])
-    return table("method | model | paper % | ours % | difference", pairs)
-
-
-def settings_of(rows: list[dict[str, Any]]) -> list[str]:
-    """What was chosen for every method, and its compilation time."""
-    [base] = [cells for cells in rows if cells["method"] == BASELINE]
-
-    def shown(cells):
-        return ", ".join(f"{k}={v}" for k, v in json.loads(cells["settings"]).items())
-
-    def compilation(cells):
-        own, first = (float(one["compile_seconds"]) for one in (cells, base))
-        return f"{own:.1f} ({own / first:.1f})"
-
-    return table(
-        "method | settings | compilation, s (FedAvg = 1)",
-        [[cells["method"], shown(cells), compilation(cells)] for cells in rows],
-    )
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy and NLL of the personal models, and the global accuracy, as points."""
-    ranked = sorted(rows, key=lambda cells: float(cells["personal_accuracy"]))
-    figure, axes = plt.subplots(
-        1, 3, figsize=(12, 1.5 + 0.28 * len(ranked)), sharey=True
-    )
-    for axis, key, label in zip(
-        axes,
-        ("personal_accuracy", "personal_nll", "global_accuracy"),
-        ("personal accuracy %", "personal NLL", "global accuracy %"),
-    ):
-        for place, cells in enumerate(ranked):
-            if cells[key] != "":
-                value, error = float(cells[key]), float(cells[f"{key}_std"])
-                axis.errorbar(value, place, xerr=error, fmt="o", color="C0")
-                if cells["method"] == BASELINE:
-                    axis.axvline(value, color="0.7", linewidth=1, zorder=0)
-        axis.set_xlabel(label)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].set_yticks(range(len(ranked)), [cells["method"] for cells in ranked])
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a table.
-
-    Raises:
-      ValueError: there is none yet.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} is not there yet: train the methods first")
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def cut(rows: list[dict[str, str]]) -> None:
     """A flag file for every method that the paper's table lists and that has none by
     hand, and the README's table if it is this one."""
     if board() == SHOWN:
-        put_into_readme(rows)
+        pages.put_into_readme(rows)
     for cells in rows:
         if cells["paper"]:
             path = flag_file(cells["method"])
@@ -648,19 +361,6 @@ def _flag(key: str, value: Any) -> str:
     return f"--{key}={value}"
 
 
-def put_into_readme(rows: list[dict[str, str]], readme: Path = README) -> None:
-    """The table, between the marks."""
-    begin, end = MARKS
-    text = readme.read_text()
-    block = begin + "\n".join(lines_of(rows)) + "\n" + end
-    found = re.subn(
-        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: block, text, flags=re.S
-    )
-    if found[1] != 1:
-        raise ValueError(f"{readme} must have {begin.strip()} and {end.strip()} once")
-    readme.write_text(found[0])
-
-
 def tables() -> Path:
     """Without its ending."""
     return Path(f"{FLAGS.out}_{board()}")
@@ -674,7 +374,7 @@ def act() -> list[dict[str, Any]] | None:
         in_processes(asked())
         return note_chosen(asked())
     if FLAGS.cut:
-        return cut(read(tables().with_suffix(".csv")))
+        return cut(pages.read(tables().with_suffix(".csv")))
     return measure()
 
 
@@ -691,8 +391,8 @@ def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    rows = read(out.with_suffix(".csv"))
-    draw(rows, out.with_suffix(".png"))
+    rows = pages.read(out.with_suffix(".csv"))
+    pages.draw(rows, out.with_suffix(".png"))
     text = page(
         f"Leaderboard: {FLAGS.dataset}, protocol {FLAGS.protocol}",
         describe({"machine": machine}),
@@ -701,13 +401,13 @@ def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "standard error, bold where Student's t tells them from 0 (95 %). A method is "
         "trained on one core; in brackets seconds, and gradients of a minibatch, "
         "for FedAvg's one.",
-        lines_of(rows),
+        pages.lines_of(rows),
         "Beside the paper, whose figures have a protocol of their own where it is "
         "silent:",
-        beside_papers(rows),
+        pages.beside_papers(rows),
         "Chosen of six cells each on held-out training data, and how long all programs "
         "take to compile:",
-        settings_of(rows),
+        pages.settings_of(rows),
         "Not in it:",
         [
             f"- `{name}`: {why}"

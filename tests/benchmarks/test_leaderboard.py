@@ -57,15 +57,14 @@ def test_differences_are_paired_by_seed(leaderboard):
         np.std([82, 92, 72.3], ddof=1)
     )
     assert cells["global_accuracy"] == ""
-    first, second = leaderboard.lines_of([leaderboard.row("fedavg", found, {}), cells])[
-        2:
-    ]
+    rows = [leaderboard.row("fedavg", found, {}), cells]
+    first, second = leaderboard.pages.lines_of(rows)[2:]
     assert first.startswith("| other | - |") and "**+2.10 ± 0.10**" in first
     assert "+0.000 ± 0.058 |" in first and "| 1.00 ± 0.00 |" in first
     assert second.startswith("| fedavg | 70.00 ± 10.00 | 80.00 ± 10.00 | - |")
 
 
-def test_every_method_takes_part_or_has_a_reason(leaderboard):
+def test_every_method_has_six_cells_of_settings_that_it_takes(leaderboard):
     known = algorithms.ALGORITHMS
     own = {name for name in known if known[name].__module__.startswith("fedvi.")}
     for protocol in leaderboard.PROTOCOLS.values():
@@ -81,10 +80,10 @@ def test_every_method_takes_part_or_has_a_reason(leaderboard):
 
 
 def test_the_readme_has_the_table_that_was_measured(leaderboard):
-    rows = leaderboard.read(leaderboard.tables().with_suffix(".csv"))
-    begin, end = leaderboard.MARKS
-    block = begin + "\n".join(leaderboard.lines_of(rows)) + "\n" + end
-    assert block in leaderboard.README.read_text()
+    rows = leaderboard.pages.read(leaderboard.tables().with_suffix(".csv"))
+    begin, end = leaderboard.pages.MARKS
+    block = begin + "\n".join(leaderboard.pages.lines_of(rows)) + "\n" + end
+    assert block in leaderboard.pages.README.read_text()
 
 
 def test_flag_files_are_cut_from_the_tables(leaderboard):
@@ -97,7 +96,7 @@ def test_flag_files_are_cut_from_the_tables(leaderboard):
         )
         leaderboard.FLAGS.protocol = protocol
         leaderboard.FLAGS.dataset = table.stem.removeprefix(f"leaderboard_{protocol}_")
-        for cells in leaderboard.read(table):
+        for cells in leaderboard.pages.read(table):
             if cells["paper"]:
                 text = leaderboard.flag_file(cells["method"]).read_text()
                 if leaderboard.SIGNATURE in text:

@@ -133,8 +133,15 @@ def test_what_is_finished_is_not_run_again(found, traces, capsys):
     smaller = {name: values[-1:] for name, values in GRID.items()}
     other = experiment.sweep(CONFIG, smaller, options, builder=traces)
     assert other.winner["config"]["options"]["mu"] == 10.0
-    kept = folder.read_json(Path(found["where"]) / "winner" / folder.SUMMARY)
+    winner = Path(found["where"]) / "winner"
+    kept = folder.read_json(winner / folder.SUMMARY)
     assert kept["config"]["options"]["mu"] == 10.0
+    # Settings alone, without a run of the winner.
+    shutil.rmtree(winner)
+    runs = [(CONFIG, options)]
+    [chosen] = experiment.sweep_all(runs, GRID, builder=traces, retrain=False)
+    assert chosen.chosen.settings == found["sweep"].chosen.settings
+    assert chosen.winner is None and not winner.exists()
 
 
 def test_nothing_is_chosen_by_test_data(tmp_path, monkeypatch, capsys):
