@@ -159,9 +159,8 @@ def board() -> str:
 
 
 def settings_file() -> Path:
-    """What --tune chose, by method: on one data set, taken over for the other, and of
-    one epoch a visit for five."""
-    name = FLAGS.protocol.removesuffix("_tau5")
+    """What --tune chose, by method; that of one epoch a visit holds for five too."""
+    name = f"{FLAGS.protocol.removesuffix('_tau5')}_{FLAGS.dataset}"
     return HERE / "settings" / f"{name}.json"
 
 
