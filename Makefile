@@ -17,7 +17,7 @@ test: $(VENV)/.installed  ## the tests, but for what takes long by nature
 	$(PYTEST) -m "not long"
 
 test-long: $(VENV)/.installed  ## several processes, killed runs, benchmarks, every option and flag file
-	$(PYTEST) -m long
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(PYTEST) -m long
 
 # Where versions of Python, NumPy and JAX have made a difference.
 SHORT := tests/data tests/test_contract_checks.py tests/test_federation.py \

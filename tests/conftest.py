@@ -1,19 +1,24 @@
 """Strict settings for every test: several devices, no silent broadcasting."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-# Before JAX is imported: a gradient summed over devices by mistake shows only with
-# several.
-FLAGS = ["--xla_force_host_platform_device_count=8"]
+# Before JAX is imported.
+FLAGS = [
+    # A gradient summed over devices by mistake shows only with several.
+    "--xla_force_host_platform_device_count=8",
+    # The suite's time is compilation: this takes a third less. `make test-long` sets 3,
+    # which users' programs have, and tests of what that decides use `optimised`.
+    "--xla_backend_optimization_level=0",
+]
 if version("jaxlib").startswith("0.10."):
-    # XLA's older code generator takes a third less time to compile, which is what the
-    # suite's time is. jaxlib 0.12 ends at the flag.
+    # XLA's older code generator takes a third less. jaxlib 0.12 ends at the flag.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation: none twice. Workers and the scripts
 # that tests start inherit these.
@@ -70,6 +75,14 @@ def resident_bytes() -> int:
 @pytest.fixture(scope="session")
 def clients_of() -> Callable[..., ClientData]:
     return make_clients
+
+
+@pytest.fixture(scope="session")
+def optimised() -> Callable:
+    """`jax.jit` as users have it, who do not compile as the tests do: for what depends
+    on how one expression is rounded in two places."""
+    options = {"xla_backend_optimization_level": 3}
+    return functools.partial(jax.jit, compiler_options=options)
 
 
 @pytest.fixture(scope="session")

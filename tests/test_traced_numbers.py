@@ -55,6 +55,7 @@ def test_every_number_of_every_method_may_be_a_setting(name, task, train, test):
         field.name: 0.001 if field.default is None else field.default
         for field in dataclasses.fields(options_of(name))
         if field.metadata["traced"]
+        and not (field.default is None and field.metadata["only_with"])
     }
 
     def made(settings):

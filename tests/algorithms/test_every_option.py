@@ -28,7 +28,6 @@ pytestmark = pytest.mark.long
 
 # What an option needs beside it to have a meaning.
 WITH = {
-    ("fedhb_niw", "num_samples"): {"prediction": "sample"},
     ("fedhb_niw", "prediction"): {"num_samples": 2},
     ("dsvgd", "initial"): {"first_t": "prior"},
     ("dsvgd", "kde"): {"first_t": "prior"},
@@ -65,7 +64,7 @@ def other_values(options: type, field: dataclasses.Field) -> list:
     for kind in kinds_of(hint):
         for number in NUMBERS[kind]:
             try:
-                options(**{field.name: number})
+                options(**{field.name: number}, **field.metadata["only_with"])
             except ValueError:
                 continue
             if number != field.default:
@@ -74,7 +73,13 @@ def other_values(options: type, field: dataclasses.Field) -> list:
 
 
 VARIANTS = [
-    (name, {field.name: value} | WITH.get((name, field.name), {}), "uniform")
+    (
+        name,
+        {field.name: value}
+        | dict(field.metadata["only_with"])
+        | WITH.get((name, field.name), {}),
+        "uniform",
+    )
     for name in sorted(ALGORITHMS)
     for field in dataclasses.fields(options_of(name))
     for value in other_values(options_of(name), field)

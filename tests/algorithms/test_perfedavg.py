@@ -37,10 +37,15 @@ def gradient_by_hand(batch, w, rate, second_order):
     return gradient - rate * hessian @ gradient * second_order
 
 
+def gradient_of(kind, difference):
+    given = {"difference": difference} if kind == "hessian_free" else {}
+    return PerFedAvg(gradient=kind, **given)
+
+
 @pytest.mark.parametrize("kind", ["first_order", "hessian_free", "exact"])
 def test_gradients_on_a_quadratic_are_those_by_hand(kind):
     batch = batch_of(7, [True] * 5 + [False] * 2)
-    options = PerFedAvg(gradient=kind, difference=0.1)
+    options = gradient_of(kind, 0.1)
     w = jnp.array([1.0, -2.0, 0.5])
     value, found = jax.value_and_grad(meta_loss(squares, options, 0.3), 1)(
         KEY, w, batch
@@ -56,8 +61,7 @@ def test_the_central_difference_is_the_exact_gradient_of_a_network(task, train):
     batch = Batch(x, y, jnp.ones(8, bool))
 
     def gradient(kind):
-        options = PerFedAvg(gradient=kind, difference=1e-2)
-        loss = meta_loss(plain_loss(task.model), options, 0.5)
+        loss = meta_loss(plain_loss(task.model), gradient_of(kind, 1e-2), 0.5)
         return jax.flatten_util.ravel_pytree(jax.grad(loss, 1)(KEY, params, batch))[0]
 
     exact, free, first = map(gradient, ("exact", "hessian_free", "first_order"))

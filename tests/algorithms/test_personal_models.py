@@ -49,14 +49,14 @@ def task_of(model, **training) -> Task:
     return Task(model, local, local, clients=3, samples=24)
 
 
-def test_ditto_without_a_penalty_is_local_training(task, train):
+def test_ditto_without_a_penalty_is_local_training(task, train, optimised):
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), train)
     algorithm, local = ditto(task, personal_penalty=0.0), local_only(task)
     server = algorithm.init(KEY)
     client = algorithm.init_client(KEY, server)
-    output = jax.jit(algorithm.client_update)(KEY, 0, server, client, data)
+    output = optimised(algorithm.client_update)(KEY, 0, server, client, data)
     own_key = jax.random.split(KEY)[1]
-    alone = jax.jit(local.client_update)(own_key, 0, (), server.params, data)
+    alone = optimised(local.client_update)(own_key, 0, (), server.params, data)
     jax.tree.map(np.testing.assert_array_equal, output.client.params, alone.client)
     known, kept = algorithm.kept(server, output.client)
     assert known and kept is output.client.params
