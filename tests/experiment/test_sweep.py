@@ -211,12 +211,15 @@ SMALL = dataclasses.replace(
 
 def together_and_alone(configs, tmp_path):
     """(summaries of `run_all`, those of each run alone)."""
+
+    def options(place, number):
+        return RunOptions(f"{tmp_path}/{place}/{number}", devices=1, plot_formats=())
+
     together = experiment.run_all(
-        [(c, RunOptions(f"{tmp_path}/s/{i}", devices=1)) for i, c in enumerate(configs)]
+        [(config, options("s", i)) for i, config in enumerate(configs)]
     )
     alone = [
-        experiment.run(config, RunOptions(f"{tmp_path}/alone/{i}", devices=1))
-        for i, config in enumerate(configs)
+        experiment.run(config, options("alone", i)) for i, config in enumerate(configs)
     ]
     return together, alone
 
