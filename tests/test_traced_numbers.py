@@ -51,18 +51,16 @@ def test_every_number_of_every_method_may_be_traced(run, name):
 def test_every_number_of_every_method_may_be_a_setting(name, task, train, test):
     """A federation looks at its settings' own values, and at shapes: what it checks
     inside a trace must not become a part of that."""
-    numbers = {
-        field.name: 0.001 if field.default is None else field.default
-        for field in dataclasses.fields(options_of(name))
-        if field.metadata["traced"]
-        and not (field.default is None and field.metadata["only_with"])
-    }
+    fields = [f for f in dataclasses.fields(options_of(name)) if f.metadata["traced"]]
+    numbers = {f.name: 0.001 if f.default is None else f.default for f in fields}
+    needed = [f.metadata["only_with"] for f in fields if f.default is None]
+    static = {other: value for one in needed for other, value in one.items()}
 
     def made(settings):
         settings = dict(settings)
         local = LocalTraining(1, 8, settings.pop("rate"), settings.pop("momentum"))
         own = task._replace(training=local, finetuning=local)
-        return build(name, own, **settings)
+        return build(name, own, **static, **settings)
 
     settings = {"rate": 0.001, "momentum": 0.0} | numbers
     size = made(settings).cohort
