@@ -147,30 +147,45 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
 }
 
-# Gradients of a minibatch for each one of FedAvg's.
+# Gradients of a minibatch for each one of FedAvg's; a forward pass is a third of one.
 GRADIENTS: dict[str, Callable[[ExperimentConfig], float]] = {
     "ditto": lambda config: 2,
     "pfedme": lambda config: 5,
     # Five, on halves of a minibatch.
     "perfedavg": lambda config: 2.5,
     "fedrep": lambda config: (
-        1 + config.options["personal_epochs"] * epoch_of(config) / steps_of(config)
+        1 + config.options["personal_epochs"] * epoch_share(config)
     ),
-    "fedem": lambda config: 3,
+    # Three components, and before them the loss of each on all data.
+    "fedem": lambda config: 3 + epoch_share(config),
     "fedpop": lambda config: (10 + config.options["body_steps"]) / steps_of(config),
     "fedsoul": lambda config: 15 / steps_of(config),
-    # The server's: 20 epochs of its 1,000 inputs, for the steps of the cohort.
-    "fedbe": lambda config: (
-        1 + 400 / steps_of(config) / participants(config.clients, config.fraction)
+    "fedbe": lambda config: 1 + distillation(config),
+    # The information of single examples, all data once.
+    "fola": lambda config: 1 + epoch_share(config),
+    # The losses of two clusters' models on all data.
+    "ifca": lambda config: 1 + 2 / 3 * epoch_share(config),
+    "cfedbayes": lambda config: (
+        config.options.get("personal_steps", 5) + 2 / 3 * epoch_share(config)
     ),
-    # Choosing among two clusters is two forward passes, a third of a gradient each.
-    "ifca": lambda config: 1 + 2 / 3,
-    "cfedbayes": lambda config: config.options.get("personal_steps", 5) + 2 / 3,
     **dict.fromkeys(
         ("pfedbayes", "sfedbayes", "bpfed", "fedabml"),
         lambda config: config.options.get("personal_steps", 5),
     ),
 }
+
+
+def distillation(config: ExperimentConfig) -> float:
+    """FedBE's gradients at the server for one of a visit: of a student in 20 epochs,
+    and the forward passes of the average, the clients and ten draws."""
+    cohort = participants(config.clients, config.fraction)
+    batches = -(-config.unlabelled // config.batch_size)
+    return batches * (20 + (1 + cohort + 10) / 3) / (cohort * steps_of(config))
+
+
+def epoch_share(config: ExperimentConfig) -> float:
+    """An epoch's steps for one of a visit."""
+    return epoch_of(config) / steps_of(config)
 
 
 def epoch_of(config: ExperimentConfig) -> int:

@@ -190,8 +190,11 @@ def with_members(
             found = data_loss(key, plain_loss(task.model), params, data, task.training)
             return jnp.where(k < server.count, found, jnp.inf)
 
-        nearest = least_loss(loss, (jnp.arange(clusters), server.models))
-        cluster = jnp.where(server.cluster < 0, nearest, server.cluster)
+        cluster = jax.lax.cond(
+            server.cluster < 0,
+            lambda: least_loss(loss, (jnp.arange(clusters), server.models)),
+            lambda: server.cluster,
+        )
         return cluster, at(server.models, cluster)
 
     def client_update(key, round_index, server, client, data):

@@ -70,7 +70,9 @@ def fedbe(task: Task, options: FedBE) -> Algorithm:
     The average is trained on the mean of their probabilities of the unlabelled inputs
     (cross-entropy, the optimiser and batches of `task.training`, no augmentation);
     θ <- mean of its iterates over the second half of the steps (SWA, whose cyclic rate
-    is a constant one here).
+    is a constant one here). The public code's loss is also divided by the number of
+    classes, so that its rate of 0.001 is a tenth of that here with ten of them, and it
+    sharpens the teachers' mean (temperature 0.5).
 
     Metrics: `loss`, the mean over a client's steps.
 

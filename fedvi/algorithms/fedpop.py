@@ -94,13 +94,15 @@ def fedpop(task: Task, options: FedPop) -> Algorithm:
         steps on U/n (optimizer), from where z stopped;
       φ_i <- φ, `body_steps` steps of `task.training` on the mean of the losses under
         the last `samples` z.
-    Server: φ <- φ + mean over the participants of (φ_i - φ); the public code instead
-    takes Adam's steps client by client, which is no function of a sum.
+    Server: φ <- φ + Σ_i n_i (φ_i - φ) / Σ_i n_i over the participants, as the shared
+    objective Σ_i Σ_j ℓ_ij weighs a client by its data; the public code instead takes
+    Adam's steps client by client, which is no function of a sum. It also keeps the
+    moments of z's optimiser between visits, which begin afresh here.
 
     A client predicts with its `samples` z and the broadcast φ, an average over the
     chain as in training; the public code takes the last z alone (`samples=1`). A client
     that never took part runs a chain of as many minibatches as `task.finetuning` takes,
-    and of at least `samples` epochs.
+    and of at least `samples` epochs, or steps where `task.finetuning` counts those.
     The global model has z where all chains start.
 
     Metrics: `loss`, the mean over the steps of φ; `norm`, ‖z‖ at the end.
@@ -114,7 +116,9 @@ def fedpop(task: Task, options: FedPop) -> Algorithm:
 
 @builder(FedSOUL)
 def fedsoul(task: Task, options: FedSOUL) -> Algorithm:
-    """Builds FedSOUL: `fedpop` whose heads are drawn by Langevin steps, as published.
+    """Builds FedSOUL: `fedpop` whose heads are drawn by Langevin steps.
+
+    The paper's server also learns the prior of z, which is fixed here.
 
     Raises:
       ValueError: as `fedpop`.
@@ -162,7 +166,7 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
         learned, value = minimise(train_key, round_index, shared, data, visit, loss)
         moved = optax.tree.sub(learned, shared)
         metrics = {"loss": value, "norm": optax.tree.norm(at(chain, -1))}
-        return ClientOutput(moved, 1.0, Client(chain, client.updates + 1), metrics)
+        return ClientOutput(moved, data.size, Client(chain, client.updates + 1), metrics)
 
     def server_update(key, round_index, server, aggregate):
         shared = optax.tree.add(server["shared"], aggregate.mean())
@@ -195,9 +199,9 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
 
 
 def _newcomers(task: Task, samples: int) -> LocalTraining:
-    """`task.finetuning`, of as many epochs as leave no copy of a chain's start."""
+    """`task.finetuning`, of as many steps as leave no copy of a chain's start."""
     visit = task.finetuning
-    if not visit.epochs:
+    if visit.steps is None and not visit.epochs:
         return visit
     # An epoch is at least one step.
     steps = visit.steps and max(visit.steps, samples)

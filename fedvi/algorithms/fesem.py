@@ -62,7 +62,10 @@ def fesem(task: Task, options: FeSEM) -> Algorithm:
         return server._replace(
             models=centres,
             cluster=aggregate.noted(server.cluster, cluster),
-            count=jnp.int32(options.clusters),
+            # With fewer uploads than centres some are copies: once more next round.
+            count=jnp.where(
+                real.sum() < options.clusters, server.count, options.clusters
+            ),
         )
 
     return with_members("fesem", task, options.clusters, server_update)

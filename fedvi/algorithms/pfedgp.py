@@ -75,8 +75,9 @@ def pfedgp(task: Task, options: PFedGP) -> Algorithm:
     code: of long ones the kernel sees none of the others. `fedvi.gaussian_process`
     classifies the embedded examples of one client: k(a, b) = outputscale ·
     exp(-‖a - b‖² / 2ℓ²) on a balanced tree of the classes. (The public code clusters
-    each client's own classes, splits S and Q class by class, and sums the means of the
-    nodes' losses.)
+    each client's own classes, splits S and Q class by class, sums the means of the
+    nodes' losses, predicts with exp E log σ(f) where this is E σ(f), and decays the
+    weights beside the clipped gradient, where here the decay is clipped with it.)
 
     Client: the data of a step fall into random halves S and Q, and the network descends
     -1/|Q| Σ_{j in Q} log p(y_j | x_j, S). The Pólya-Gamma variables drawn given S are

@@ -71,8 +71,22 @@ def test_a_visit_of_one_step_each_is_as_by_hand(task, one):
     }
     body = jax.grad(loss)(moved)["body"].vector
     np.testing.assert_allclose(output.upload.vector, -0.1 * body, rtol=1e-4, atol=1e-6)
+    assert output.weight == one.size  # the shared objective is a sum over examples
     known, chain = algorithm.kept(server, output.client)
     assert known and chain is output.client.chain
+
+
+def test_a_newcomer_leaves_no_copy_of_the_start(task, one):
+    for finetuning in (
+        LocalTraining(epochs=0, batch_size=20, learning_rate=0.1, steps=1),
+        LocalTraining(epochs=1, batch_size=20, learning_rate=0.1),
+    ):
+        algorithm = fedpop(task._replace(finetuning=finetuning), samples=3)
+        server = algorithm.init(KEY)
+        client = algorithm.init_client(KEY, server)
+        chain = jax.jit(algorithm.personalise)(KEY, server, client, one)
+        moved = chain.vector - client.chain.vector
+        assert (np.abs(moved).max(axis=-1) > 0).all()
 
 
 def test_more_kept_states_than_steps_are_refused(task):

@@ -136,3 +136,15 @@ def test_fesem_means_are_unweighted_and_absent_clients_stay_unknown(task):
     np.testing.assert_array_equal(server.cluster, [0, 0, 1, 1] + [-1] * (task.ids - 4))
     expected = two(start.models) + np.array([[0.5, 0], [0, 11]])
     np.testing.assert_allclose(two(server.models), expected, rtol=1e-4)
+
+
+def test_fesem_begins_with_as_many_uploads_as_centres(task):
+    algorithm = fesem(task, clusters=2)
+    server = algorithm.init(jax.random.key(0))
+    moved = np.array([[0.0, 0], [0, 9], [0, 9], [0, 9], [0, 9]])
+    update = jax.jit(algorithm.server_update)
+    counts = []
+    for n in ([1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]):
+        server = update(None, 0, server, aggregate(server, [0] * 5, moved, n))
+        counts.append(int(server.count))
+    assert counts == [1, 2, 2]
