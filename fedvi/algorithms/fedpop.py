@@ -166,7 +166,9 @@ def _build(name: str, task: Task, options: FedPop) -> Algorithm:
         learned, value = minimise(train_key, round_index, shared, data, visit, loss)
         moved = optax.tree.sub(learned, shared)
         metrics = {"loss": value, "norm": optax.tree.norm(at(chain, -1))}
-        return ClientOutput(moved, data.size, Client(chain, client.updates + 1), metrics)
+        return ClientOutput(
+            moved, data.size, Client(chain, client.updates + 1), metrics
+        )
 
     def server_update(key, round_index, server, aggregate):
         shared = optax.tree.add(server["shared"], aggregate.mean())
