@@ -147,26 +147,31 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fedabml": {"mc_samples": 1, "finetune_steps": 1, "finetune_learning_rate": 0.001},
 }
 
-# Gradients of a minibatch for each one of FedAvg's; a forward pass is a third of one.
+# Gradients of a minibatch for each one of FedAvg's. Half of one is a forward pass, and
+# the gradient of a head: nearly all weights of these networks are in the first layer,
+# which needs no gradient of its inputs.
 GRADIENTS: dict[str, Callable[[ExperimentConfig], float]] = {
     "ditto": lambda config: 2,
     "pfedme": lambda config: 5,
-    # Five, on halves of a minibatch.
-    "perfedavg": lambda config: 2.5,
+    # Five on halves of a minibatch, of which two share a forward pass.
+    "perfedavg": lambda config: 2.25,
     "fedrep": lambda config: (
-        1 + config.options["personal_epochs"] * epoch_share(config)
+        1 + config.options["personal_epochs"] / 2 * epoch_share(config)
     ),
     # Three components, and before them the loss of each on all data.
-    "fedem": lambda config: 3 + epoch_share(config),
-    "fedpop": lambda config: (10 + config.options["body_steps"]) / steps_of(config),
-    "fedsoul": lambda config: 15 / steps_of(config),
+    "fedem": lambda config: 3 + 3 / 2 * epoch_share(config),
+    # Ten steps of a head.
+    "fedpop": lambda config: (5 + config.options["body_steps"]) / steps_of(config),
+    "fedsoul": lambda config: (5 + 5) / steps_of(config),
+    # The gate's, and before them the loss of both prototypes on all data.
+    "fedhb_mixture": lambda config: 2 + epoch_share(config),
     "fedbe": lambda config: 1 + distillation(config),
     # The information of single examples, all data once.
     "fola": lambda config: 1 + epoch_share(config),
     # The losses of two clusters' models on all data.
-    "ifca": lambda config: 1 + 2 / 3 * epoch_share(config),
+    "ifca": lambda config: 1 + epoch_share(config),
     "cfedbayes": lambda config: (
-        config.options.get("personal_steps", 5) + 2 / 3 * epoch_share(config)
+        config.options.get("personal_steps", 5) + epoch_share(config)
     ),
     **dict.fromkeys(
         ("pfedbayes", "sfedbayes", "bpfed", "fedabml"),
@@ -180,7 +185,7 @@ def distillation(config: ExperimentConfig) -> float:
     and the forward passes of the average, the clients and ten draws."""
     cohort = participants(config.clients, config.fraction)
     batches = -(-config.unlabelled // config.batch_size)
-    return batches * (20 + (1 + cohort + 10) / 3) / (cohort * steps_of(config))
+    return batches * (20 + (1 + cohort + 10) / 2) / (cohort * steps_of(config))
 
 
 def epoch_share(config: ExperimentConfig) -> float:

@@ -479,7 +479,7 @@ def squared_gradients(key, params, data, training: LocalTraining, loss: Callable
       key: typed PRNG key, split for `loss`.
       params: θ, pytree.
       data: one client's `ClientData`.
-      training: its augmentation and batch size, of what is read at once.
+      training: its batch size, of what is read at once; nothing is augmented.
       loss: as of `minimise`; it gets batches of one example.
 
     Returns:

@@ -35,7 +35,7 @@ def ditto(task: Task, options: Ditto) -> Algorithm:
     """Builds Ditto.
 
     Client: FedAvg's update of a copy of θ, which is sent; beside it, from where it
-    stopped last time,
+    stopped last time (at first the initial model),
       min_v  f_i(v) + λ/2 ‖v - θ‖²      (θ: what the server sent)
     with as many steps; with SGD the second term is an exact proximal step, which no λ
     makes unstable. v stays with the client and predicts for it. Server: FedAvg's.

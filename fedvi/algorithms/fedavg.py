@@ -35,7 +35,9 @@ class FedAvg(Options):
     """Options of `fedavg`."""
 
     server_optimizer: Literal["sgd", "adam", "yogi"] = option(
-        "sgd", "adam and yogi with β1 = server_momentum, β2 = 0.99, ε = 1e-3 (Reddi)."
+        "sgd",
+        "adam and yogi with β1 = server_momentum, β2 = 0.99, ε = 1e-3 (Reddi), as "
+        "optax has them: with the bias correction that Reddi's Algorithm 2 leaves out.",
     )
     server_learning_rate: float | None = option(
         None,

@@ -41,7 +41,7 @@ class FedBE(Options):
     teacher_draws: int = option(
         10,
         "Teachers that are drawn, beside the average and the clients.",
-        source="public code; FedHB §6: three",
+        source="public code; FedHB H.1: three",
         at_least=0,
     )
     draw_scale: float = option(

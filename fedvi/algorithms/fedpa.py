@@ -26,7 +26,7 @@ class FedPA(FedAvg):
         0.01,
         "ρ of the shrinkage: the less, the nearer is the covariance to the identity; 0 "
         "leaves of it the step to the samples' mean.",
-        source="FedHB §6",
+        source="FedHB H.1",
         at_least=0,
         traced=True,
     )

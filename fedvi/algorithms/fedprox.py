@@ -33,8 +33,10 @@ def fedprox(task: Task, options: FedProx) -> Algorithm:
     """Builds FedProx: FedAvg whose clients stay near the global model.
 
     A client minimises f_i(θ) + μ/2 ‖θ - θ_global‖²; with SGD each step ends with the
-    second term's exact proximal step, which no μ can make unstable. Metrics: `loss`,
-    the mean of f_i over the steps; `penalty`, the second term after the last of them.
+    second term's exact proximal step, which no μ can make unstable, at the rate that
+    momentum has in the long run: in a short visit μ counts for more than its gradient
+    would (`local.minimise`). Metrics: `loss`, the mean of f_i over the steps;
+    `penalty`, the second term after the last of them.
     """
 
     def client_update(key, round_index, server, client, data):

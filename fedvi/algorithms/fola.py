@@ -1,7 +1,7 @@
 """FOLA: Laplace approximations at the clients, and their product at the server.
 
-Liu, Zheng, Zhang, Gu, Chen et al., "A Bayesian federated learning framework with online
-Laplace approximation" (2021).
+Liu, Jiang, Zheng, Chen, Qi, Huang and Shao, "A Bayesian federated learning framework
+with online Laplace approximation" (2021).
 """
 
 from typing import Any, Literal, NamedTuple
@@ -76,8 +76,10 @@ def fola(task: Task, options: FOLA) -> Algorithm:
       client: μ_i = argmin_θ s_i Σ_j ℓ_j(θ) + ½ (θ - μ)ᵀ P (θ - μ),  Λ_i = P + s_i F_i,
     F_i the diagonal of the empirical Fisher information at μ_i;
       server: Λ <- Σ_i π_i Λ_i,  μ <- Λ⁻¹ Σ_i π_i Λ_i μ_i,  π_i = n_i / Σ n_i,
-    the product of the N(μ_i, Λ_i⁻¹)^π_i. Where the losses are quadratic, a
-    first round of all clients ends at the posterior of their pooled data.
+    the product of the N(μ_i, Λ_i⁻¹)^π_i. Where Σ_j ℓ_j is quadratic with the diagonal
+    curvature F_i, a first round of all clients whose minima are exact ends, with
+    likelihood=population, at the posterior of their pooled data. F_i sees examples one
+    by one: with batch normalisation that is another network than the one trained.
 
     A client adapts as it trains, by `task.finetuning`. Metrics: `loss`, the mean of ℓ
     over the steps.

@@ -61,7 +61,7 @@ def perfedavg(task: Task, options: PerFedAvg) -> Algorithm:
     examples or more.
     Personalisation: `task.finetuning` from w (in the paper one step of rate α).
 
-    Metrics: `loss`, the mean of F over the steps.
+    Metrics: `loss`, the mean of F over the steps; one without an odd example counts 0.
 
     Raises:
       ValueError: minibatches of one example, which leave none to ask about.
