@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-__all__ = ["AXIS", "MODEL_AXIS", "clients_mesh", "map_reduce"]
+from fedvi.keys import is_key
+
+__all__ = [
+    "AXIS",
+    "MODEL_AXIS",
+    "brought",
+    "clients_mesh",
+    "devices_of",
+    "map_reduce",
+    "taken_back",
+]
 
 AXIS = "clients"
 MODEL_AXIS = "model"
@@ -74,6 +84,11 @@ def _more_cpus(available) -> str:
     )
 
 
+def devices_of(mesh: Mesh | None) -> int:
+    """Over how many devices clients are spread; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[AXIS]
+
+
 def map_reduce(
     fn: Callable,
     operands: Any,
@@ -88,7 +103,8 @@ def map_reduce(
     Devices → `lax.scan` over chunks on each device → `vmap` inside a chunk. A cohort
     that does not divide is padded with copies of real clients, whose sums count 0
     and whose stacked outputs are cut off. Results do not depend on `chunk_size` or
-    `mesh`, up to the order of float additions.
+    `mesh`, up to the order of float additions. Over several devices the sums are added
+    up in one all-reduce of each type; items that a device holds already stay there.
 
     Args:
       fn: `(operands, item) -> (sums, outputs)`, two pytrees.
@@ -107,15 +123,13 @@ def map_reduce(
     """
     cohort = jax.tree.leaves(items)[0].shape[0]
     count = cohort if count is None else count
-    devices = 1 if mesh is None else mesh.shape[AXIS]
+    devices = devices_of(mesh)
     per_device = -(-cohort // devices)
     chunks = -(-per_device // min(chunk_size or per_device, per_device))
-    chunk = -(-per_device // chunks)
-    slots = jnp.arange(devices * chunks * chunk)
-    if slots.size > cohort:
-        items = jax.tree.map(lambda a: a[slots % cohort], items)
+    slots = jnp.arange(devices * per_device)
+    items = _repeated(items, slots.size)
 
-    run = partial(_run_chunks, fn, chunks=chunks, chunk=chunk)
+    run = partial(_run_chunks, fn, chunks=chunks, chunk=-(-per_device // chunks))
     if devices == 1:
         sums, outputs = run(operands, items, slots < count)
     else:
@@ -137,9 +151,20 @@ def map_reduce(
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)
 
 
+def _repeated(tree, length: int):
+    """The leaves, `[n, ...]`, once more from the start until they have a length."""
+    n = jax.tree.leaves(tree)[0].shape[0]
+    if n == length:
+        return tree
+    return jax.tree.map(lambda a: a[jnp.arange(length) % n], tree)
+
+
 def _run_chunks(fn, operands, items, valid, *, chunks, chunk):
     # Traced once for its shapes and for the loop.
     fn = jax.jit(fn)
+    own = valid.size
+    items = _repeated(items, chunks * chunk)
+    valid = jnp.pad(valid, (0, chunks * chunk - own))
 
     def one(item, valid):
         sums, outputs = fn(operands, item)
@@ -152,7 +177,7 @@ def _run_chunks(fn, operands, items, valid, *, chunks, chunk):
         sums, outputs = jax.vmap(one)(items, valid)
         return jax.tree.map(lambda s: s.sum(0), sums), outputs
 
-    if chunks == 1:
+    if chunks == 1:  # of all clients
         return run_chunk(items, valid)
 
     def body(total, chunk_of):
@@ -168,5 +193,82 @@ def _run_chunks(fn, operands, items, valid, *, chunks, chunk):
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     total, outputs = jax.lax.scan(body, start, (items, valid))
     return total, jax.tree.map(
-        lambda a: a.reshape(chunks * chunk, *a.shape[2:]), outputs
+        lambda a: a.reshape(chunks * chunk, *a.shape[2:])[:own], outputs
+    )
+
+
+# Clients' arrays `[places, ...]`, spread over the devices by their first axis.
+
+
+def brought(tree, ids, mesh: Mesh, here: bool):
+    """Rows of spread arrays, `[len(ids), ...]`, spread in the order of `ids`.
+
+    Args:
+      tree: leaves `[places, ...]`, spread.
+      ids: `[devices x n]` int32 on every device.
+      mesh: from `clients_mesh`.
+      here: whether a device's part of `ids` are places of its own: then nothing is
+        sent. Else every device sends the others what they ask for, and for a while
+        holds as many rows as there are ids.
+    """
+
+    def on_device(tree, ids):
+        places = jax.tree.leaves(tree)[0].shape[0]
+        first = jax.lax.axis_index(AXIS) * places
+        if here:
+            n = ids.size // mesh.shape[AXIS]
+            ids = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index(AXIS) * n, n)
+            return jax.tree.map(lambda a: a[ids - first], tree)
+        own = (first <= ids) & (ids < first + places)
+
+        def send(a):
+            if is_key(a):
+                return jax.random.wrap_key_data(send(jax.random.key_data(a)))
+            mask = own.reshape(-1, *[1] * (a.ndim - 1))
+            found = jnp.where(mask, a[jnp.where(own, ids - first, 0)], 0)
+            sent = found.astype(jnp.uint8) if a.dtype == bool else found
+            return jax.lax.psum_scatter(sent, AXIS, tiled=True).astype(a.dtype)
+
+        return jax.tree.map(send, tree)
+
+    return _spread(on_device, mesh, 1)(tree, ids)
+
+
+def taken_back(tree, ids, rows, mesh: Mesh, here: bool):
+    """Spread arrays with some rows replaced: the way back of `brought`.
+
+    Args:
+      tree: leaves `[places, ...]`, spread.
+      ids: `[devices x n]` int32 on every device; one that is no place is left out.
+      rows: leaves `[devices x n, ...]`, spread.
+      mesh: as of `brought`.
+      here: likewise.
+    """
+
+    def on_device(tree, rows, ids):
+        places = jax.tree.leaves(tree)[0].shape[0]
+        first = jax.lax.axis_index(AXIS) * places
+        if here:
+            n = ids.size // mesh.shape[AXIS]
+            ids = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index(AXIS) * n, n)
+        else:
+            rows = jax.tree.map(lambda r: jax.lax.all_gather(r, AXIS, tiled=True), rows)
+        own = (first <= ids) & (ids < first + places)
+        at = jnp.where(own, ids - first, places)
+        return jax.tree.map(lambda a, r: a.at[at].set(r, mode="drop"), tree, rows)
+
+    if not jax.tree.leaves(tree):  # clients that keep nothing
+        return tree
+    return _spread(on_device, mesh, 2)(tree, rows, ids)
+
+
+def _spread(function: Callable, mesh: Mesh, spread: int):
+    """On every device: its parts of the first arguments, and the whole last one."""
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(*[PartitionSpec(AXIS)] * spread, PartitionSpec()),
+        out_specs=PartitionSpec(AXIS),
+        axis_names={AXIS},
+        check_vma=False,
     )

@@ -15,13 +15,27 @@ from jax.sharding import Mesh
 
 from fedvi import checks, contract_checks, visit
 from fedvi.algorithm import Aggregate, Algorithm, StackedAggregate, own_settings
-from fedvi.client_map import AXIS, MODEL_AXIS, map_reduce
+from fedvi.client_map import (
+    AXIS,
+    MODEL_AXIS,
+    brought,
+    devices_of,
+    map_reduce,
+    taken_back,
+)
 from fedvi.codecs import IDENTITY, Codec
 from fedvi.data import ClientData, settled_clients
 from fedvi.evaluation import BINS, Predictions, Scores
 from fedvi.flat import has_flats
 from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
-from fedvi.placement import replicate, replicated, state_shardings
+from fedvi.placement import (
+    places,
+    replicate,
+    replicated,
+    resized,
+    spread,
+    state_shardings,
+)
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
 
@@ -35,8 +49,9 @@ class State(NamedTuple):
 
     Attributes:
       server: the algorithm's server state.
-      clients: the algorithm's client states, leaves `[clients, ...]`; () where they
-        are kept on disk.
+      clients: the algorithm's client states, leaves `[clients, ...]`, over several
+        devices with as many more, of no client, as make them divide; () where they are
+        kept on disk.
       round: [] int32, rounds done.
       key: [] typed PRNG key, the run's root; never changes.
       settings: numbers that the run's algorithm is built from, where runs differ in
@@ -103,6 +118,7 @@ class BaseFederation:
     Attributes:
       clients: number of clients.
       population: N, those with data that the selection may pick.
+      places: length of arrays of all clients, which devices divide.
       messages: what is sent, `fedvi.contract_checks.Messages`.
       compile_seconds: spent on tracing and compiling so far.
     """
@@ -148,6 +164,7 @@ class BaseFederation:
                 "scales differently: give both in one type"
             )
         self.clients = len(sizes)
+        self.places = places(mesh, self.clients)
         if selection is not None and not isinstance(selection, Selection):
             raise ValueError(
                 f"selection={selection!r} must be a fedvi.selection.Selection, such as "
@@ -503,7 +520,7 @@ class BaseFederation:
 
         expected = State(
             stacked(self.messages.server),
-            stacked(self._clients_in_state(), self.clients),
+            stacked(self._clients_in_state(), self.places),
             stacked(jax.ShapeDtypeStruct((), jnp.int32)),
             state.key,
             stacked(self.settings),
@@ -667,12 +684,18 @@ class Federation(BaseFederation):
                 "vectors, which no layer's axis divides: build it for the model that "
                 "fedvi.placement.layered(model) returns"
             )
-        self.train, self.test = self._on_devices((train, test))
+        self.train, self.test = self._at_home((train, test))
 
     def _on_devices(self, tree: Any) -> Any:
         if self.mesh is None:
             return jax.device_put(tree)
         return replicate(self.mesh, tree)
+
+    def _at_home(self, tree: Any) -> Any:
+        """Clients' arrays `[clients, ...]`, each client's with one device."""
+        if self.mesh is None:
+            return jax.device_put(tree)
+        return spread(self.mesh, resized(tree, 0, self.places))
 
     # The user's calls.
 
@@ -752,7 +775,9 @@ class Federation(BaseFederation):
             if data is not self.test:
                 checks.client_data(f"data_sets[{i}]", data)
                 checks.same_clients(self.clients, len(data.size), f"data_sets[{i}]")
-        data_sets = self._on_devices(data_sets)
+        data_sets = tuple(
+            data if data is self.test else self._at_home(data) for data in data_sets
+        )
         results = self._program(name, state, self.train, *data_sets)
         return self._evaluated(name, results)
 
@@ -811,7 +836,7 @@ class Federation(BaseFederation):
             lambda i: algorithm.init_client(
                 derive(key, Purpose.INIT_CLIENT, 0, i), server
             )
-        )(jnp.arange(self.clients))
+        )(jnp.arange(self.places))
         return State(server, clients, jnp.zeros((), jnp.int32), key)
 
     def pure_rounds(self, state: State, train: ClientData, n: int):
@@ -929,31 +954,68 @@ class Federation(BaseFederation):
         """Selects, trains the cohort, aggregates, updates the server."""
         call = Call(state.key, state.round, self.algorithm.broadcast(state.server))
         ids, choice = self._select(state, call, train)
+        everyone = self.selection.strata == self.clients
+        cohort = self._cohort(None if everyone else ids)
         one = partial(visit.participate, self.algorithm, codec=self.codec)
-        sums, outputs = self._visits(one, call, ids, state.clients, train)
+        sums, outputs = self._visits(one, call, cohort, state.clients, train)
+        clients = self._written(state.clients, cohort, outputs)
+        outputs = take(outputs, slice(cohort.count))
         server, metrics = self._next_server(state, ids, sums, outputs)
         if self._split:  # between the rounds of a scan too
             place = state_shardings(self.mesh, state).server
             server = jax.lax.with_sharding_constraint(server, place)
-        # Out-of-range ids are dropped: empty and failed clients keep their state.
-        written = jnp.where(outputs["counts"], ids, self.clients)
-        clients = jax.tree.map(
-            lambda old, new: old.at[written].set(new, mode="drop"),
-            state.clients,
-            outputs["client"],
-        )
         info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
         after = state._replace(server=server, clients=clients, round=state.round + 1)
         return after, info
 
-    def _visits(self, one: Callable, call: Call, ids, clients, train, *others):
-        """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays."""
+    def _cohort(self, ids: jax.Array | None) -> "_Cohort":
+        """Clients to visit: `[n]` int32, or None for all in order of id."""
+        if ids is None:
+            return _Cohort(jnp.arange(self.places), self.clients, True, True)
+        strata = self.selection.strata or 1
+        here = strata % devices_of(self.mesh) == 0 and self.places == self.clients
+        slots = jnp.arange(places(self.mesh, len(ids)))
+        return _Cohort(ids[slots % len(ids)], len(ids), False, here)
 
-        def meet(operands, client_id):
-            own = visit.told(self.algorithm, operands[0], client_id)
-            return one(own, self._visit(operands[1:], client_id))
+    def _visits(self, one: Callable, call: Call, cohort: "_Cohort", *residents):
+        """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays.
 
-        return self._over_clients(meet, (call, clients, train, *others), ids)
+        Args:
+          one: what is done with a client.
+          call: what all are told.
+          cohort: who is visited.
+          *residents: all clients' states, training data and other data, `[places, ...]`.
+
+        Returns:
+          (sums, outputs `[slots, ...]`).
+        """
+
+        def meet(call, visited):
+            return one(visit.told(self.algorithm, call, visited.id), visited)
+
+        def look_up(operands, client_id):
+            return meet(operands[0], self._visit(operands[1:], client_id))
+
+        if devices_of(self.mesh) == 1:  # no copy of the cohort's data
+            return self._over_clients(look_up, (call, *residents), cohort.ids)
+        if not cohort.everyone:
+            residents = brought(residents, cohort.ids, self.mesh, cohort.here)
+        client, train, *others = residents
+        visits = Visit(cohort.ids, client, train, tuple(others))
+        return self._over_clients(meet, call, visits, count=cohort.count)
+
+    def _written(self, clients, cohort: "_Cohort", outputs):
+        """All clients' states, those of participants that counted replaced."""
+        counts = outputs["counts"] & (jnp.arange(len(cohort.ids)) < cohort.count)
+        # Out-of-range ids are dropped: empty and failed clients keep their state.
+        ids = jnp.where(counts, cohort.ids, self.places)
+        if devices_of(self.mesh) > 1:
+            return taken_back(clients, ids, outputs["client"], self.mesh, cohort.here)
+        return jax.tree.map(
+            lambda old, new: old.at[ids].set(new, mode="drop"),
+            clients,
+            outputs["client"],
+        )
 
     def _visit(self, operands, client_id) -> Visit:
         client, train, *others = take(operands, client_id)
@@ -970,16 +1032,20 @@ class Federation(BaseFederation):
     def _scores(self, state: State, call: Call, train: ClientData):
         """`[clients]` scores of the candidates, and who of all holds data."""
         measure = self.algorithm.importance[self.selection.measure]
-        candidates = self.selection.candidates
-        ids = jnp.arange(self.clients) if candidates is None else candidates
-        _, (reports, finite) = self._visits(
-            partial(visit.report, measure), call, jnp.asarray(ids), state.clients, train
+        ids = self.selection.candidates
+        if ids is None or len(ids) == self.clients:
+            ids = None
+        cohort = self._cohort(ids if ids is None else jnp.asarray(ids))
+        _, told = self._visits(
+            partial(visit.report, measure), call, cohort, state.clients, train
         )
+        reports, finite = take(told, slice(cohort.count))
+        ids = cohort.ids[: cohort.count]
         holds_data = train.size[ids] > 0
         scores = measure.score(state.server, reports, finite & holds_data)
         scores = jnp.where(finite, scores, jnp.nan)
         everyone = jnp.zeros(self.clients, scores.dtype).at[ids].set(scores)
-        return everyone, train.size > 0
+        return everyone, train.size[: self.clients] > 0
 
     def _each_client(self, name: str, state: State, *data_sets: ClientData):
         """`[clients, ...]` of an evaluation."""
@@ -989,8 +1055,24 @@ class Federation(BaseFederation):
         def score(call, visited):
             return (), one(self.algorithm, self._evaluation, call, visited)
 
-        everyone = jnp.arange(self.clients)
-        return self._visits(score, call, everyone, state.clients, *data_sets)[1]
+        found = self._visits(score, call, self._cohort(None), state.clients, *data_sets)
+        return take(found[1], slice(self.clients))
+
+
+class _Cohort(NamedTuple):
+    """Clients to visit.
+
+    Attributes:
+      ids: `[slots]` int32, as many as the devices divide.
+      count: how many of them are visited, the first ones.
+      everyone: they are all clients, in order of id.
+      here: every device's part of them lives there.
+    """
+
+    ids: jax.Array
+    count: int
+    everyone: bool
+    here: bool
 
 
 def _refuse_several(algorithm: Algorithm, what: str) -> None:

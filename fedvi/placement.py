@@ -1,4 +1,4 @@
-"""Where a run's arrays lie on a mesh: data whole on every device, states by leaf."""
+"""Where a run's arrays lie on a mesh: clients' spread, the server's whole or by leaf."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from fedvi.client_map import MODEL_AXIS
+from fedvi.client_map import AXIS, MODEL_AXIS, devices_of
 from fedvi.flat import trees
 from fedvi.keys import is_key
 from fedvi.nn import Model
@@ -18,9 +18,12 @@ __all__ = [
     "device_memory",
     "layered",
     "on_host",
+    "places",
     "put",
     "replicate",
     "replicated",
+    "resized",
+    "spread",
     "state_shardings",
 ]
 
@@ -28,6 +31,35 @@ __all__ = [
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that lies whole on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def places(mesh: Mesh | None, clients: int) -> int:
+    """Length of arrays of all clients: their number, and what makes it divide by the
+    devices that clients are spread over."""
+    return clients + -clients % devices_of(mesh)
+
+
+def resized(tree: Any, axis: int, length: int) -> Any:
+    """Leaves `[..., clients, ...]` of more places, zeros, or of fewer; of shapes too."""
+
+    def leaf(a):
+        shape = (*a.shape[:axis], length, *a.shape[axis + 1 :])
+        if a.shape == shape:
+            return a
+        if isinstance(a, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, a.dtype)
+        host = np.asarray(a)
+        kept = host.take(range(min(length, host.shape[axis])), axis)
+        pad = [(0, n - m) for n, m in zip(shape, kept.shape)]
+        return np.pad(kept, pad)
+
+    return jax.tree.map(leaf, tree)
+
+
+def spread(mesh: Mesh, tree: Any) -> Any:
+    """Puts clients' arrays `[places, ...]` on the devices, a part of them on each."""
+    part = NamedSharding(mesh, PartitionSpec(AXIS))
+    return jax.tree.map(lambda leaf: put(leaf, part), tree)
 
 
 def layered(model: Model) -> Model:
@@ -46,10 +78,11 @@ def layered(model: Model) -> Model:
 def state_shardings(mesh: Mesh, state: Any, runs: bool = False) -> Any:
     """The sharding of every leaf of a `fedvi.federation.State`.
 
-    On a mesh with a "model" axis a leaf of the server's or the clients' state is
-    split along its longest axis that the model's devices divide (the last of several);
-    one that has none lies whole on every device, as all do on other meshes. The runs'
-    and the clients' axes are never split: a round looks clients up by id.
+    The clients' axis of their states is spread over the devices. On a mesh with a
+    "model" axis a leaf of the server's or the clients' state is also split along its
+    longest axis that the model's devices divide (the last of several); one that has
+    none lies whole on every device of a row, as the server's do on other meshes. The
+    runs' axis is never split.
 
     Args:
       mesh: from `fedvi.client_map.clients_mesh`.
@@ -62,8 +95,10 @@ def state_shardings(mesh: Mesh, state: Any, runs: bool = False) -> Any:
     whole = replicated(mesh)
     lead = int(runs)
     return state._replace(
-        server=jax.tree.map(lambda s: _split(mesh, s, lead), state.server),
-        clients=jax.tree.map(lambda s: _split(mesh, s, lead + 1), state.clients),
+        server=jax.tree.map(lambda s: _split(mesh, s, lead, ()), state.server),
+        clients=jax.tree.map(
+            lambda s: _split(mesh, s, lead + 1, (*[None] * lead, AXIS)), state.clients
+        ),
         round=whole,
         key=whole,
         settings=jax.tree.map(lambda _: whole, state.settings),
@@ -114,8 +149,9 @@ def device_memory() -> int:
     return stats.get("bytes_limit", physical)
 
 
-def _split(mesh: Mesh, leaf: Any, lead: int) -> NamedSharding:
-    whole = replicated(mesh)
+def _split(mesh: Mesh, leaf: Any, lead: int, first: tuple) -> NamedSharding:
+    """One leaf's sharding: `first` of its `lead` axes, then the model's."""
+    whole = NamedSharding(mesh, PartitionSpec(*first))
     if MODEL_AXIS not in mesh.shape or is_key(leaf):
         return whole
     parts = mesh.shape[MODEL_AXIS]
@@ -124,9 +160,5 @@ def _split(mesh: Mesh, leaf: Any, lead: int) -> NamedSharding:
     if not axes:
         return whole
     longest = max(axes, key=lambda a: (leaf.shape[a], a))
-    return NamedSharding(
-        mesh,
-        PartitionSpec(
-            *(MODEL_AXIS if a == longest else None for a in range(longest + 1))
-        ),
-    )
+    between = [None] * (longest - len(first))
+    return NamedSharding(mesh, PartitionSpec(*first, *between, MODEL_AXIS))

@@ -22,6 +22,7 @@ __all__ = [
     "full",
     "proportional",
     "round_robin",
+    "stratified",
     "uniform",
 ]
 
@@ -60,6 +61,9 @@ class Selection(NamedTuple):
         the round then computes every candidate's score; None: none.
       candidates: ids of the clients that can be picked, the population of N clients;
         None: all.
+      strata: parts of equal size into which clients and cohort fall in order of id: the
+        cohort's k-th part is of the clients' k-th. Devices that divide them train
+        clients where their data lie. None: any client may come anywhere.
     """
 
     clients: int
@@ -67,6 +71,7 @@ class Selection(NamedTuple):
     select: Callable[..., tuple[jax.Array, Choice | tuple[()]]]
     measure: str | None = None
     candidates: np.ndarray | None = None
+    strata: int | None = None
 
 
 def _ids(
@@ -107,7 +112,8 @@ def full(clients: int, candidates: Candidates = None) -> Selection:
     def select(key, round_index, scores, counts):
         return jnp.asarray(ids), ()
 
-    return Selection(clients, len(ids), select, candidates=ids)
+    everyone = clients if len(ids) == clients else None
+    return Selection(clients, len(ids), select, candidates=ids, strata=everyone)
 
 
 def uniform(
@@ -155,6 +161,51 @@ def round_robin(clients: int, participants: int, order: Candidates = None) -> Se
         return jnp.asarray(turns)[places % len(turns)], ()
 
     return Selection(clients, participants, select, candidates=ids)
+
+
+def stratified(
+    clients: int, participants: int, strata: int, candidates: Candidates = None
+) -> Selection:
+    """As many of each of `strata` equal parts of the clients, in order of id, uniformly
+    without replacement.
+
+    Every candidate has the chance of `uniform` where the parts have as many of them,
+    but no cohort has more of one part than of another: a mean over the cohort varies
+    less, or as much, by what parts differ in. Over as many devices, or fewer that
+    divide the strata, all data stay where they lie.
+
+    Args:
+      clients: number of clients of the federation.
+      participants: N_f, clients in a round.
+      strata: number of parts.
+      candidates: ids of those that may take part; default: all.
+
+    Raises:
+      ValueError: as `uniform`; strata that do not divide clients and participants, or
+        a part with too few candidates.
+    """
+    ids = _ids(clients, candidates, participants)
+    checks.whole("strata", strata)
+    if clients % strata or participants % strata:
+        raise ValueError(
+            f"strata={strata} must divide the {clients} clients and the {participants} "
+            "participants"
+        )
+    allowed = np.isin(np.arange(clients), ids).reshape(strata, -1)
+    each = participants // strata
+    if allowed.sum(1).min() < each:
+        raise ValueError(
+            f"strata={strata}: one of them has {allowed.sum(1).min()} candidates and "
+            f"{each} are to be drawn of each: use fewer strata or participants"
+        )
+
+    def select(key, round_index, scores, counts):
+        drawn = jnp.where(allowed, jax.random.uniform(key, allowed.shape), 2.0)
+        places = jnp.argsort(drawn, axis=1)[:, :each]
+        first = jnp.arange(strata)[:, None] * allowed.shape[1]
+        return (first + places).reshape(-1).astype(jnp.int32), ()
+
+    return Selection(clients, participants, select, candidates=ids, strata=strata)
 
 
 RULES: dict[str, Callable[[int, int, Candidates], Selection]] = {

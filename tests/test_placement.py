@@ -35,7 +35,7 @@ def specs(mesh, **options):
     return jax.tree.map(lambda sharding: tuple(sharding.spec), placed)
 
 
-def test_the_longest_axis_that_divides_is_split_and_never_a_clients_axis():
+def test_the_longest_axis_that_divides_is_split_and_clients_are_spread():
     found = specs(clients_mesh(8, model_devices=2))
     assert found.server == {
         "wide": (None, None, "model"),
@@ -44,16 +44,17 @@ def test_the_longest_axis_that_divides_is_split_and_never_a_clients_axis():
         "scalar": (),
         "none": ("model",),
     }
-    assert found.clients == {"ids_only": (), "own": (None, "model")}
+    assert found.clients == {"ids_only": ("clients",), "own": ("clients", "model")}
     assert (found.round, found.key) == ((), ())
 
 
-def test_the_runs_axis_is_never_split_and_a_mesh_of_clients_splits_nothing():
+def test_the_runs_axis_is_never_split_and_a_mesh_of_clients_splits_no_model():
     runs = specs(clients_mesh(4, model_devices=4), runs=True)
     assert runs.server["both"] == (None, "model")
-    assert runs.clients == {"ids_only": (), "own": ()}
+    assert set(runs.clients.values()) == {(None, "clients")}
     plain = specs(clients_mesh(8))
-    assert set(plain.server.values()) == set(plain.clients.values()) == {()}
+    assert set(plain.server.values()) == {()}
+    assert set(plain.clients.values()) == {("clients",)}
 
 
 @pytest.mark.parametrize(("devices", "model_devices"), [(8, 3), (4, 8), (8, 0), (6, 4)])
