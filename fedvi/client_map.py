@@ -103,8 +103,9 @@ def map_reduce(
     Devices → `lax.scan` over chunks on each device → `vmap` inside a chunk. A cohort
     that does not divide is padded with copies of real clients, whose sums count 0
     and whose stacked outputs are cut off. Results do not depend on `chunk_size` or
-    `mesh`, up to the order of float additions. Over several devices the sums are added
-    up in one all-reduce of each type; items that a device holds already stay there.
+    `mesh`, up to the order of float additions. Over several devices one all-reduce adds
+    up the sums; items that a device holds already stay there, and outputs too, but for
+    those of one number a client, which come back whole with the sums.
 
     Args:
       fn: `(operands, item) -> (sums, outputs)`, two pytrees.
@@ -136,19 +137,36 @@ def map_reduce(
         # With check_vma=True the gradient with respect to a replicated value is summed
         # over the devices, unless every operand AND every constant that an algorithm's
         # loop carries is marked as varying. Algorithms know no devices.
-        def on_device(*arguments):
-            sums, outputs = run(*arguments)
-            return jax.lax.psum(sums, AXIS), outputs
+        structure = None
 
-        sums, outputs = jax.shard_map(
+        def on_device(*arguments):
+            nonlocal structure
+            sums, outputs = run(*arguments)
+            leaves, structure = jax.tree.flatten(outputs)
+            numbers = [a.ndim == 1 and a.dtype in (bool, jnp.float32) for a in leaves]
+            whole = [_in_place(a, slots.size) if n else () for a, n in zip(leaves, numbers)]
+            sums, whole = jax.lax.psum((sums, whole), AXIS)
+            whole = [w.astype(a.dtype) if n else () for w, a, n in zip(whole, leaves, numbers)]
+            return sums, whole, [() if n else a for a, n in zip(leaves, numbers)]
+
+        sums, whole, spread = jax.shard_map(
             on_device,
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS)),
-            out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+            out_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(AXIS)),
             axis_names={AXIS},
             check_vma=False,
         )(operands, items, slots < count)
+        leaves = [s if isinstance(w, tuple) else w for w, s in zip(whole, spread)]
+        outputs = structure.unflatten(leaves)
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)
+
+
+def _in_place(part: jax.Array, length: int) -> jax.Array:
+    """A device's `[n]` of a float32 vector of all devices, elsewhere 0."""
+    first = jax.lax.axis_index(AXIS) * part.size
+    whole = jnp.zeros(length, jnp.float32)
+    return jax.lax.dynamic_update_slice(whole, part.astype(jnp.float32), (first,))
 
 
 def _repeated(tree, length: int):

@@ -30,6 +30,7 @@ from fedvi.flat import has_flats
 from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
 from fedvi.placement import (
     places,
+    put,
     replicate,
     replicated,
     resized,
@@ -471,6 +472,21 @@ class BaseFederation:
         """
         del state
         save()
+
+    def portable(self, state: State) -> State:
+        """A state, or its shapes, as on one device: without places of no client."""
+        clients = resized(state.clients, state.key.ndim, self.clients)
+        return state._replace(clients=clients)
+
+    def placed(self, state: State) -> State:
+        """The way back of `portable`, onto the devices."""
+        clients = resized(state.clients, state.key.ndim, self.places)
+        if self.mesh is None:
+            return state._replace(clients=clients)
+        runs = len(state.key) if state.key.ndim else None
+        where = self.shapes(runs).clients
+        clients = jax.tree.map(lambda s, p: put(s, p.sharding), clients, where)
+        return state._replace(clients=clients)
 
     def _check_key(self, key) -> None:
         if not is_key(key):
@@ -975,7 +991,10 @@ class Federation(BaseFederation):
         strata = self.selection.strata or 1
         here = strata % devices_of(self.mesh) == 0 and self.places == self.clients
         slots = jnp.arange(places(self.mesh, len(ids)))
-        return _Cohort(ids[slots % len(ids)], len(ids), False, here)
+        count, ids = len(ids), ids[slots % len(ids)]
+        if self.mesh is not None:  # else the draw is spread, and put together again
+            ids = jax.lax.with_sharding_constraint(ids, replicated(self.mesh))
+        return _Cohort(ids, count, False, here)
 
     def _visits(self, one: Callable, call: Call, cohort: "_Cohort", *residents):
         """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays.

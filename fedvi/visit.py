@@ -146,7 +146,7 @@ def participate(
     arrived = keep(arrived)
     sums = {
         "weight": weight,
-        "participants": counts.astype(jnp.int32),
+        "participants": counts.astype(jnp.float32),
         "metrics": keep(dict(output.metrics)),
         "statistics": jax.tree.map(lambda s: weight * s, arrived) if summed else (),
     }

@@ -1,5 +1,9 @@
 """States spread over devices: where leaves lie, and that results do not change."""
 
+import re
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from fedvi import algorithms
-from fedvi.client_map import clients_mesh
+from fedvi.algorithm import Task
+from fedvi.client_map import brought, clients_mesh
 from fedvi.federation import Federation, State
 from fedvi.nn import build
 from fedvi.placement import (
@@ -16,8 +21,10 @@ from fedvi.placement import (
     put,
     replicate,
     replicated,
+    spread,
     state_shardings,
 )
+from fedvi.selection import full, stratified, uniform
 
 
 def shapes(**leaves):
@@ -96,6 +103,7 @@ def test_models_spread_over_devices_give_the_result_of_one(task, train, test, na
         assert federation._jits["rounds", False]._cache_size() == 1  # where it was
         scores = federation.evaluate(state)
         placed = jax.tree.leaves(state.server)
+        state = federation.portable(state)
         state = state._replace(key=jax.random.key_data(state.key))
         results[mesh.size] = jax.device_get((state, metrics.metrics, scores))
     jax.tree.map(
@@ -107,3 +115,59 @@ def test_models_spread_over_devices_give_the_result_of_one(task, train, test, na
     for device in range(8):
         held = sum(leaf.addressable_shards[device].data.nbytes for leaf in placed)
         assert held < 0.6 * total
+
+
+SELECTIONS = {
+    "everyone": full,
+    "anyone": lambda clients: uniform(clients, 3),
+    "stratified": lambda clients: stratified(clients, 4, 4),
+}
+
+
+@pytest.mark.parametrize("which", SELECTIONS)
+def test_clients_spread_over_devices_give_the_result_of_one(task, train, test, which):
+    """Seven clients in eight places, or eight; those of Ditto keep a model."""
+    if which == "stratified":  # which needs equal parts
+        train, test = (
+            jax.tree.map(lambda a: np.concatenate([a, a[:1]]), data)
+            for data in (train, test)
+        )
+        task = Task.of(task.model, train, task.training, task.finetuning)
+    clients = len(train.size)
+    algorithm, selection = algorithms.ditto(task), SELECTIONS[which](clients)
+    results = []
+    for mesh in (None, clients_mesh(4)):
+        federation = Federation(algorithm, train, test, selection=selection, mesh=mesh)
+        state, metrics = federation.rounds(federation.init(jax.random.key(0)), 3)
+        scores = federation.evaluate_personal(state)
+        placed = jax.tree.leaves((state.clients, federation.train, federation.test))
+        whole = federation.portable(state)
+        back = federation.portable(federation.placed(whole)).clients
+        jax.tree.map(np.testing.assert_array_equal, back, whole.clients)
+        key = jax.random.key_data(state.key)
+        results.append(jax.device_get((whole._replace(key=key), metrics, scores)))
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+    assert all(a.addressable_shards[0].data.shape[0] * 4 == len(a) for a in placed)
+    compiled = federation.compile("rounds", federation.shapes(), n=1).as_text()
+    sent = re.findall(r" (all-\w+|reduce-scatter|collective-permute)\(", compiled)
+    assert ("reduce-scatter" in sent) == (which == "anyone")
+    if which != "anyone":
+        assert sent == ["all-reduce"]
+
+
+def test_what_is_brought_from_another_device_is_as_it_was():
+    mesh = clients_mesh(4)
+    rows = {
+        "key": jax.random.split(jax.random.key(3), 8),
+        "flag": np.arange(8) % 3 == 0,
+        "byte": np.arange(16, dtype=np.uint8).reshape(8, 2),
+        "number": np.array([np.nan, np.inf, -1, 2, 3, 4, 5, 6], np.float32),
+    }
+    ids = jnp.array([7, 0, 3, 3])
+    found = jax.jit(partial(brought, mesh=mesh, here=False))(spread(mesh, rows), ids)
+    assert found["key"].sharding.spec[0] == "clients"
+    for name, leaf in found.items():
+        wanted, leaf = rows[name][np.asarray(ids)], leaf
+        if name == "key":
+            wanted, leaf = map(jax.random.key_data, (wanted, leaf))
+        np.testing.assert_array_equal(leaf, wanted)

@@ -68,6 +68,7 @@ def save_run(
         "extended_from": list(kept.extended_from),
     }
     states = jax.tree.map(on_host, kept.states)  # by all: parts lie with each
+    states = federation.portable(states)
 
     def save():
         if processes.is_first():

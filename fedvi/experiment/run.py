@@ -349,7 +349,8 @@ def _restored(
     """What the run's checkpoint holds; None: there is none."""
     run_dir = Path(options.run_dir)
     # As if the run had been alone: what is traced is no part of its checkpoint.
-    shapes = federation.shapes(experiment.config.seeds)._replace(settings=())
+    shapes = federation.portable(federation.shapes(experiment.config.seeds))
+    shapes = shapes._replace(settings=())
     with folder.writing(run_dir):
         restored = processes.everywhere(
             lambda: checkpoint.restore_run(experiment, run_dir, shapes)
@@ -357,6 +358,7 @@ def _restored(
         done = restored and restored.round
         processes.agree({f"the round of {run_dir}'s checkpoint": done})
         if restored is not None:
+            restored = restored._replace(states=federation.placed(restored.states))
             if restored.note:
                 print(restored.note)
             extended = restored.extended_from
