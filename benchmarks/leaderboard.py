@@ -7,8 +7,8 @@ The protocols are those of the papers' tables on images of digits and clothes
 (leaderboard_protocols.py), but for this: last round, test data. --tune chooses every
 method's settings on a held-out fifth of the training data, one seed, by the NLL of the
 personal models: a grid of six cells for each, three learning rates times two values of
-a number of its own. What it chose is in benchmarks/settings; without --tune it is only
-read. What is finished is not run again, what was stopped goes on.
+a number of its own. What it chose is in benchmarks/settings (--settings); without
+--tune it is only read. What is finished is not run again, what was stopped goes on.
 
 --cut writes from the tables that there are: the README's between two marks, and a flag
 file, figures in its header, for every method that a paper's table lists
@@ -61,12 +61,18 @@ flags.DEFINE_string(
     "data_file", None, "An .npz of the data; not needed where fedvi finds them itself."
 )
 flags.DEFINE_integer("seeds", 3, "Runs of every method.", lower_bound=1)
-flags.DEFINE_integer("rounds", None, "Instead of the protocol's.", lower_bound=1)
+flags.DEFINE_integer(
+    "rounds",
+    None,
+    "Instead of the protocol's, to try the script; --tune then needs a --settings.",
+    lower_bound=1,
+)
 flags.DEFINE_list("methods", [], "Only these; the others' rows stay as they were.")
 flags.DEFINE_bool("listed", False, "Only those that the paper's table lists.")
 flags.DEFINE_bool("tune", False, "Choose the settings on held-out training data first.")
 flags.DEFINE_string("worker", None, "Set by the script itself.")
 flags.DEFINE_bool("cut", False, "Only the README's table and the flag files.")
+flags.DEFINE_string("settings", str(HERE / "settings"), "Folder of what --tune chose.")
 flags.DEFINE_string("runs", "runs/leaderboard", "Folder of the run folders.")
 flags.DEFINE_string(
     "out",
@@ -161,7 +167,7 @@ def board() -> str:
 def settings_file() -> Path:
     """What --tune chose, by method; that of one epoch a visit holds for five too."""
     name = f"{FLAGS.protocol.removesuffix('_tau5')}_{FLAGS.dataset}"
-    return HERE / "settings" / f"{name}.json"
+    return Path(FLAGS.settings, f"{name}.json")
 
 
 def tune(name: str) -> None:
@@ -181,6 +187,7 @@ def note_chosen(names: list[str]) -> None:
         if not finished:
             raise RuntimeError(f"{name}: every cell of the grid failed")
         chosen[name] = min(finished, key=lambda cell: cell["figure"])["settings"]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
 
@@ -205,6 +212,7 @@ def in_processes(names: list[str]) -> None:
         core, start = free.get(), time.perf_counter()
         log = Path(options_of("logs").run_dir, f"{name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{name}: {log}", flush=True)
         with open(log, "w") as file:
             done = subprocess.run(
                 [sys.executable, *sys.argv, f"--worker={name}"],
@@ -215,6 +223,8 @@ def in_processes(names: list[str]) -> None:
         free.put(core)
         seconds = time.perf_counter() - start
         print(f"{name}: {seconds:.0f} s, exit code {done.returncode}", flush=True)
+        if done.returncode:
+            print(f"{name}: {log.read_text().strip().splitlines()[-1]}", flush=True)
         return done.returncode == 0
 
     with ThreadPoolExecutor(len(cores)) as pool:
@@ -234,14 +244,15 @@ def measure() -> list[dict[str, Any]]:
             f"{settings_file().name} lacks {', '.join(missing)}: give --tune --methods="
             f"{','.join(missing)}"
         )
+    baseline = Path(options_of(BASELINE).run_dir, "summary.json")
+    if BASELINE not in names and not baseline.exists():
+        raise ValueError(f"--methods leaves {BASELINE} out, and no run of it is there")
     in_processes(names)
     found = {}
     for name in methods():
         path = Path(options_of(name).run_dir, "summary.json")
         if path.exists():
             found[name] = json.loads(path.read_text())
-    if BASELINE not in found:
-        raise ValueError(f"--methods leaves {BASELINE} out, and no run of it is there")
     return [row(name, found, chosen[name]) for name in found]
 
 
@@ -253,7 +264,8 @@ def row(name: str, found: dict[str, Any], settings: dict[str, Any]) -> dict[str,
         for key, unit in (("accuracy", 1), ("nll", 1), ("ece", 100)):
             values = _by_seed(one, model, key, unit)
             cells[f"{model}_{key}"] = values.mean()
-            cells[f"{model}_{key}_std"] = values.std(ddof=1) if len(values) > 1 else 0.0
+            spread = values.std(ddof=1) if len(values) > 1 else np.nan
+            cells[f"{model}_{key}_std"] = spread
     for key in ("accuracy", "nll"):
         gap = _by_seed(one, "personal", key) - _by_seed(base, "personal", key)
         error = gap.std(ddof=1) / np.sqrt(len(gap)) if len(gap) > 1 else np.nan
@@ -367,6 +379,11 @@ def tables() -> Path:
 
 def act() -> list[dict[str, Any]] | None:
     """What the flags ask for; rows of a table if methods were to be trained."""
+    if FLAGS.tune and FLAGS.rounds and FLAGS.settings == FLAGS["settings"].default:
+        raise ValueError(
+            f"--rounds={FLAGS.rounds} would replace the settings that the protocol's "
+            "rounds chose: give --settings=FOLDER, one of its own"
+        )
     if FLAGS.worker:
         return tune(FLAGS.worker) if FLAGS.tune else train(FLAGS.worker)
     if FLAGS.tune:
@@ -378,7 +395,10 @@ def act() -> list[dict[str, Any]] | None:
 
 
 def main(argv: list[str]) -> None:
-    machine, rows = run(argv, act)
+    try:
+        machine, rows = run(argv, act)
+    except KeyboardInterrupt:
+        raise SystemExit("stopped: the same command goes on") from None
     if rows is not None:
         write(machine, rows)
 
@@ -392,6 +412,16 @@ def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
     rows = pages.read(out.with_suffix(".csv"))
     pages.draw(rows, out.with_suffix(".png"))
+    if FLAGS.rounds:
+        beside = [
+            f"**Only {FLAGS.rounds} rounds: no table to set beside the paper's.**"
+        ]
+    else:
+        beside = [
+            "Beside the paper, whose figures have a protocol of their own where it is "
+            "silent:",
+            pages.beside_papers(rows),
+        ]
     text = page(
         f"Leaderboard: {FLAGS.dataset}, protocol {FLAGS.protocol}",
         describe({"machine": machine}),
@@ -401,9 +431,7 @@ def write(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "trained on one core; in brackets seconds, and gradients of a minibatch, "
         "for FedAvg's one.",
         pages.lines_of(rows),
-        "Beside the paper, whose figures have a protocol of their own where it is "
-        "silent:",
-        pages.beside_papers(rows),
+        *beside,
         "Chosen of six cells each on held-out training data, and how long all programs "
         "take to compile:",
         pages.settings_of(rows),

@@ -21,12 +21,6 @@ MARKS = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     """The table, the best personal accuracy first."""
 
-    def mean(cells, key, digits):
-        if cells[key] == "":
-            return "-"
-        value, spread = float(cells[key]), float(cells[f"{key}_std"])
-        return f"{value:.{digits}f} ± {spread:.{digits}f}"
-
     def gap(cells, key, digits):
         if cells["method"] == BASELINE:
             return "-"
@@ -35,6 +29,8 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
         seeds = int(cells["seeds"])
         told = seeds > 1 and abs(difference) > stdtrit(seeds - 1, 0.975) * error
         mark = "**" if told else ""
+        if seeds == 1:
+            return f"{difference:+.{digits}f}"
         return f"{mark}{difference:+.{digits}f} ± {error:.{digits}f}{mark}"
 
     ranked = sorted(rows, key=lambda cells: -float(cells["personal_accuracy"]))
@@ -62,16 +58,25 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     )
 
 
+def mean(cells: dict[str, Any], key: str, digits: int) -> str:
+    """Over seeds, with the deviation of several."""
+    if cells[key] == "":
+        return "-"
+    value, spread = float(cells[key]), float(cells[f"{key}_std"])
+    one = f"{value:.{digits}f}"
+    return f"{one} ± {spread:.{digits}f}" if int(cells["seeds"]) > 1 else one
+
+
 def beside_papers(rows: list[dict[str, Any]]) -> list[str]:
     """What the paper's table has, and ours beside it; no table, no lines."""
     pairs = []
     for cells in rows:
         for model in ("global", "personal"):
-            paper, ours = cells[f"paper_{model}"], cells[f"{model}_accuracy"]
+            key = f"{model}_accuracy"
+            paper, ours = cells[f"paper_{model}"], cells[key]
             if paper and ours != "":
-                spread = float(cells[f"{model}_accuracy_std"])
                 gap = float(ours) - float(paper.rstrip("?"))
-                ours = f"{float(ours):.2f} ± {spread:.2f}"
+                ours = mean(cells, key, 2)
                 pairs.append([cells["method"], model, paper, ours, f"{gap:+.2f}"])
             elif paper:
                 pairs.append([cells["method"], model, paper, "no such model", ""])

@@ -40,7 +40,15 @@ from fedvi.placement import (
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
 
-__all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "repeated", "take"]
+__all__ = [
+    "BaseFederation",
+    "Federation",
+    "RoundMetrics",
+    "State",
+    "repeated",
+    "strong",
+    "take",
+]
 
 
 class State(NamedTuple):
@@ -853,6 +861,7 @@ class Federation(BaseFederation):
                 derive(key, Purpose.INIT_CLIENT, 0, i), server
             )
         )(jnp.arange(self.places))
+        server, clients = jax.tree.map(strong, (server, clients))
         return State(server, clients, jnp.zeros((), jnp.int32), key)
 
     def pure_rounds(self, state: State, train: ClientData, n: int):
@@ -1117,6 +1126,12 @@ def _number(value: Any) -> jax.Array:
     value = jnp.asarray(value)
     whole = jnp.issubdtype(value.dtype, jnp.integer)
     return value.astype(jnp.int32 if whole else jnp.float32)
+
+
+def strong(leaf: jax.Array) -> jax.Array:
+    """Without JAX's weak type of Python's own numbers, which `eval_shape` does not tell
+    and a round does not give back: each would be compiled for by itself."""
+    return leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype)
 
 
 def _on_host(number: jax.Array) -> Any:

@@ -24,6 +24,7 @@ from fedvi.federation import (
     BaseFederation,
     RoundMetrics,
     State,
+    strong,
     take,
 )
 from fedvi.keys import Purpose, derive, root_key
@@ -301,7 +302,9 @@ class StreamedFederation(BaseFederation):
         if kept.first is None or kept.first[0] != key:
             jitted = self._jit(
                 "first_server",
-                lambda key: self.algorithm.init(derive(key, Purpose.INIT)),
+                lambda key: jax.tree.map(
+                    strong, self.algorithm.init(derive(key, Purpose.INIT))
+                ),
                 out_shardings=self._whole,
             )
             kept.first = (key, self._call("first_server", jitted, state.key))

@@ -668,6 +668,17 @@ def test_reports_have_keys_of_round_and_client(train, test):
     assert len(np.unique(metrics.choice)) == 14
 
 
+def test_pythons_own_numbers_in_a_state_are_compiled_for_once(train, test):
+    algorithm = mean_of_data()._replace(init=lambda key: jnp.full((), -5.0))
+    federation = Federation(algorithm, train, test)
+    state = federation.init(jax.random.key(0))
+    federation.compile("rounds", federation.shapes(), n=1)
+    assert not state.server.weak_type
+    for _ in range(2):
+        state, _ = federation.rounds(state, 1)
+    assert federation._jits["rounds", False]._cache_size() == 1
+
+
 def test_chunks_and_devices_choose_the_same_clients(train, test):
     """Random reports, so that only the keys could make them agree."""
 

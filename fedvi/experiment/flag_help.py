@@ -31,9 +31,11 @@ def help_text(
       algorithms: those whose options are listed.
     """
     groups: dict[str, list[str]] = {"method": [_own(flag_values["algorithm"])]}
+    about: dict[str, str] = {}
     for name in algorithms:
-        entries = _entries(options_of(name), flag_values)
-        groups[f"this method, {name}"] = [*_summary(name), *entries]
+        group = f"this method, {name}"
+        about[group] = _about(name)
+        groups[group] = _entries(options_of(name), flag_values)
     for config in (ExperimentConfig, RunOptions, HostOptions):
         group_of = groups_of(config)
         for name, entry in zip(_names(config), _entries(config, flag_values)):
@@ -46,8 +48,9 @@ def help_text(
         for line in inspect.cleandoc(title).splitlines()
     ]
     for group, entries in groups.items():
-        if entries:
+        if entries or about.get(group):
             lines += ["", f"{group}:"]
+            lines += textwrap.indent(about.get(group, ""), "  ").split("\n")
         for entry in entries:
             lines += textwrap.wrap(
                 entry,
@@ -61,11 +64,13 @@ def help_text(
     return "\n".join(lines)
 
 
-def _summary(name: str) -> list[str]:
-    """The first sentence of the module that a method is written in, if it has one."""
-    text = inspect.getdoc(inspect.getmodule(inspect.unwrap(find(name)))) or ""
-    first, _, _ = text.partition("\n\n")
-    return [" ".join(first.split())] if first else []
+def _about(name: str) -> str:
+    """What a method computes: its module's docstring, its builder's up to the errors
+    and options; empty if it has none."""
+    build = inspect.unwrap(find(name))
+    own, _, _ = (inspect.getdoc(build) or "").partition("\n\nRaises:")
+    texts = inspect.getdoc(inspect.getmodule(build)) or "", own
+    return "\n\n".join(text for text in texts if text) + "\n"
 
 
 def _names(options: type) -> list[str]:

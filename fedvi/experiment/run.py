@@ -326,6 +326,11 @@ def _train(runs: Sequence[Run], resuming: Sequence[bool]) -> list[dict[str, Any]
             shapes = federation.shapes(sum(e.config.seeds for e, _ in own))
             chosen, planned = chunking.grouped(federation, experiment, options, shapes)
             print(chosen.reason)
+            if (cohort := experiment.algorithm.cohort) is not None:
+                print(
+                    f"{experiment.config.method} takes {cohort} clients in every round:"
+                    f" fraction={experiment.config.fraction} is not looked at"
+                )
             for _, one in own:
                 if one.overwrite:
                     processes.on_first(
