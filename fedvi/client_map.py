@@ -142,12 +142,13 @@ def map_reduce(
         def on_device(*arguments):
             nonlocal structure
             sums, outputs = run(*arguments)
-            leaves, structure = jax.tree.flatten(outputs)
-            numbers = [a.ndim == 1 and a.dtype in (bool, jnp.float32) for a in leaves]
-            whole = [_in_place(a, slots.size) if n else () for a, n in zip(leaves, numbers)]
+            outputs, structure = jax.tree.flatten(outputs)
+            numbers = {i: a for i, a in enumerate(outputs) if _is_one_number(a)}
+            whole = {i: _in_place(a, slots.size) for i, a in numbers.items()}
             sums, whole = jax.lax.psum((sums, whole), AXIS)
-            whole = [w.astype(a.dtype) if n else () for w, a, n in zip(whole, leaves, numbers)]
-            return sums, whole, [() if n else a for a, n in zip(leaves, numbers)]
+            whole = {i: a.astype(numbers[i].dtype) for i, a in whole.items()}
+            rest = {i: a for i, a in enumerate(outputs) if i not in numbers}
+            return sums, whole, rest
 
         sums, whole, spread = jax.shard_map(
             on_device,
@@ -157,9 +158,14 @@ def map_reduce(
             axis_names={AXIS},
             check_vma=False,
         )(operands, items, slots < count)
-        leaves = [s if isinstance(w, tuple) else w for w, s in zip(whole, spread)]
-        outputs = structure.unflatten(leaves)
+        leaves = whole | spread
+        outputs = structure.unflatten([leaves[i] for i in range(len(leaves))])
     return sums, jax.tree.map(lambda a: a[:cohort], outputs)
+
+
+def _is_one_number(a: jax.Array) -> bool:
+    """Of each client, of a type that a sum with zeros leaves as it is in float32."""
+    return a.ndim == 1 and a.dtype in (jnp.float32, jnp.bool_)
 
 
 def _in_place(part: jax.Array, length: int) -> jax.Array:

@@ -1012,7 +1012,7 @@ class Federation(BaseFederation):
           one: what is done with a client.
           call: what all are told.
           cohort: who is visited.
-          *residents: all clients' states, training data and other data, `[places, ...]`.
+          *residents: states, training data and other data of all, `[places, ...]`.
 
         Returns:
           (sums, outputs `[slots, ...]`).

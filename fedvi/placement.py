@@ -1,4 +1,4 @@
-"""Where a run's arrays lie on a mesh: clients' spread, the server's whole or by leaf."""
+"""Where a run's arrays lie on a mesh: clients' are spread, the server's whole."""
 
 import os
 from typing import Any
@@ -40,7 +40,7 @@ def places(mesh: Mesh | None, clients: int) -> int:
 
 
 def resized(tree: Any, axis: int, length: int) -> Any:
-    """Leaves `[..., clients, ...]` of more places, zeros, or of fewer; of shapes too."""
+    """Leaves, or shapes, `[..., clients, ...]` of more places, zeros, or of fewer."""
 
     def leaf(a):
         shape = (*a.shape[:axis], length, *a.shape[axis + 1 :])

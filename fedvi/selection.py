@@ -164,7 +164,11 @@ def round_robin(clients: int, participants: int, order: Candidates = None) -> Se
 
 
 def stratified(
-    clients: int, participants: int, strata: int, candidates: Candidates = None
+    clients: int,
+    participants: int,
+    candidates: Candidates = None,
+    *,
+    strata: int | None,
 ) -> Selection:
     """As many of each of `strata` equal parts of the clients, in order of id, uniformly
     without replacement.
@@ -177,14 +181,18 @@ def stratified(
     Args:
       clients: number of clients of the federation.
       participants: N_f, clients in a round.
-      strata: number of parts.
       candidates: ids of those that may take part; default: all.
+      strata: number of parts.
 
     Raises:
-      ValueError: as `uniform`; strata that do not divide clients and participants, or
-        a part with too few candidates.
+      ValueError: as `uniform`; no strata, or some that do not divide clients and
+        participants, or a part with too few candidates.
     """
     ids = _ids(clients, candidates, participants)
+    if strata is None:
+        raise ValueError(
+            "strata=None: give selection_strata, such as the number of devices"
+        )
     checks.whole("strata", strata)
     if clients % strata or participants % strata:
         raise ValueError(
@@ -208,10 +216,11 @@ def stratified(
     return Selection(clients, participants, select, candidates=ids, strata=strata)
 
 
-RULES: dict[str, Callable[[int, int, Candidates], Selection]] = {
-    rule.__name__: rule for rule in (uniform, round_robin)
+RULES: dict[str, Callable[..., Selection]] = {
+    rule.__name__: rule for rule in (uniform, round_robin, stratified)
 }
-"""`(clients, participants, candidates in the order of their turns) -> Selection`."""
+"""`(clients, participants, candidates in the order of their turns) -> Selection`;
+`stratified` also takes `strata`."""
 
 
 def proportional(

@@ -120,7 +120,7 @@ def test_models_spread_over_devices_give_the_result_of_one(task, train, test, na
 SELECTIONS = {
     "everyone": full,
     "anyone": lambda clients: uniform(clients, 3),
-    "stratified": lambda clients: stratified(clients, 4, 4),
+    "stratified": lambda clients: stratified(clients, 4, strata=4),
 }
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.selection import full, proportional, round_robin, uniform
+from fedvi.selection import full, proportional, round_robin, stratified, uniform
 
 
 def chosen(selection, key, round_index=0):
@@ -262,3 +262,32 @@ def test_mistakes_of_a_proportional_selection_are_named():
             proportional(6, 1, "ksd", floor=value)
     with pytest.raises(ValueError, match=r"participants=7.*\(6\)"):
         proportional(6, 7, "ksd")
+
+
+def test_each_stratum_gives_as_many_of_its_candidates():
+    keys = jax.random.split(jax.random.key(0), 2000)
+    selection = stratified(12, 6, np.delete(np.arange(12), 5), strata=3)
+    ids = np.asarray(jax.vmap(lambda key: chosen(selection, key))(keys))
+    np.testing.assert_array_equal(ids // 4, np.tile([0, 0, 1, 1, 2, 2], (2000, 1)))
+    counts = np.bincount(ids.ravel(), minlength=12)
+    assert counts[5] == 0
+    # Two of four, or of the three candidates left of the second.
+    expected = np.full(12, 1000.0)
+    expected[[4, 6, 7]] = 2000 * 2 / 3
+    expected[5] = 0
+    np.testing.assert_allclose(counts, expected, atol=5 * 500**0.5)
+    assert all(len(set(row)) == 6 for row in ids[:50])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "strata", "message"),
+    [
+        ((12, 6, None), None, "strata=None: give selection_strata"),
+        ((12, 6, None), 4, "strata=4 must divide the 12 clients and the 6 partic"),
+        ((10, 6, None), 3, "strata=3 must divide the 10 clients"),
+        ((12, 6, range(5, 12)), 2, "strata=2: one of them has 1 candidates and 3"),
+    ],
+)
+def test_strata_that_do_not_fit_are_refused(numbers, strata, message):
+    with pytest.raises(ValueError, match=message):
+        stratified(*numbers, strata=strata)

@@ -216,6 +216,13 @@ class ExperimentConfig:
         "importance that the algorithm has (dsvgd: ksd, hip). Methods that take all "
         "clients ignore it (flag: for names of --algorithm without one).",
     )
+    selection_strata: int | None = option(
+        None,
+        "Of selection=stratified: equal parts of the clients, in order of id, of which "
+        "each gives as many participants. Where devices divide them, clients train "
+        "where their data lie.",
+        at_least=1,
+    )
     selection_temperature: float = option(
         1.0,
         "T of a selection by importance, P_k in proportion to s_k^(1/T) (1: the "

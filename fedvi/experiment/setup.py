@@ -435,7 +435,9 @@ def _selection(
             f"{algorithm.name}{names.near(config.selection, known)}"
         )
     if rule := selection.RULES.get(config.selection):
-        return rule(clients, size, _turns(config, train, trained))
+        strata = {"strata": config.selection_strata}
+        own = strata if rule is selection.stratified else {}
+        return rule(clients, size, _turns(config, train, trained), **own)
     return selection.proportional(
         clients,
         size,
