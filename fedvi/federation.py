@@ -970,10 +970,9 @@ class Federation(BaseFederation):
     def _scores(self, state: State, call: Call, train: ClientData):
         """`[clients]` scores of the candidates, and who of all holds data."""
         measure = self.algorithm.importance[self.selection.measure]
-        candidates = self.selection.candidates
-        ids = jnp.arange(self.clients) if candidates is None else candidates
+        ids = jnp.asarray(self.selection.pool)
         _, (reports, finite) = self._visits(
-            partial(visit.report, measure), call, jnp.asarray(ids), state.clients, train
+            partial(visit.report, measure), call, ids, state.clients, train
         )
         holds_data = train.size[ids] > 0
         scores = measure.score(state.server, reports, finite & holds_data)
