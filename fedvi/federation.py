@@ -24,6 +24,7 @@ from fedvi.keys import GENERATOR, Purpose, derive, is_key, root_key
 from fedvi.placement import replicate, replicated, state_shardings
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
+from fedvi.visit_order import VisitOrder, by_size
 
 __all__ = ["BaseFederation", "Federation", "RoundMetrics", "State", "repeated", "take"]
 
@@ -162,6 +163,7 @@ class BaseFederation:
         candidates = self.selection.candidates
         sizes = np.asarray(sizes) if candidates is None else sizes[candidates]
         self.population = int((sizes > 0).sum())
+        self._uneven = bool((sizes != sizes[:1]).any())
         if self.population == 0:
             raise ValueError(
                 "train holds no example: every client is empty, or every one that "
@@ -231,6 +233,11 @@ class BaseFederation:
             contract_checks.check_normalised(predictive, results)
             self._normalised.add(name)
         return results
+
+    @property
+    def _devices(self) -> int:
+        """Over which clients are spread."""
+        return 1 if self.mesh is None else self.mesh.shape[AXIS]
 
     def _over_clients(self, function: Callable, operands, items, **options):
         return map_reduce(
@@ -930,18 +937,22 @@ class Federation(BaseFederation):
         call = Call(state.key, state.round, self.algorithm.broadcast(state.server))
         ids, choice = self._select(state, call, train)
         one = partial(visit.participate, self.algorithm, codec=self.codec)
-        sums, outputs = self._visits(one, call, ids, state.clients, train)
+        order = self._order(train.size[ids])
+        visited = order.of_visits(ids)
+        sums, outputs = self._visits(one, call, visited, state.clients, train)
+        client = outputs.pop("client")  # not put back in order: that would copy them
+        # Out-of-range ids are dropped: empty and failed clients keep their state.
+        written = jnp.where(outputs["counts"], visited, self.clients)
+        clients = jax.tree.map(
+            lambda old, new: old.at[written].set(new, mode="drop"),
+            state.clients,
+            client,
+        )
+        outputs = order.of_cohort(outputs)
         server, metrics = self._next_server(state, ids, sums, outputs)
         if self._split:  # between the rounds of a scan too
             place = state_shardings(self.mesh, state).server
             server = jax.lax.with_sharding_constraint(server, place)
-        # Out-of-range ids are dropped: empty and failed clients keep their state.
-        written = jnp.where(outputs["counts"], ids, self.clients)
-        clients = jax.tree.map(
-            lambda old, new: old.at[written].set(new, mode="drop"),
-            state.clients,
-            outputs["client"],
-        )
         info = RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics, choice)
         after = state._replace(server=server, clients=clients, round=state.round + 1)
         return after, info
@@ -958,6 +969,12 @@ class Federation(BaseFederation):
     def _visit(self, operands, client_id) -> Visit:
         client, train, *others = take(operands, client_id)
         return Visit(client_id, client, train, tuple(others))
+
+    def _order(self, sizes: jax.Array) -> VisitOrder:
+        """In which clients of these numbers of examples are visited."""
+        if not self._uneven:
+            return VisitOrder()
+        return by_size(sizes, self.chunk_size, self._devices)
 
     def _select(self, state: State, call: Call, train: ClientData):
         """(ids of the cohort, how they were chosen)."""
@@ -988,8 +1005,12 @@ class Federation(BaseFederation):
         def score(call, visited):
             return (), one(self.algorithm, self._evaluation, call, visited)
 
-        everyone = jnp.arange(self.clients)
-        return self._visits(score, call, everyone, state.clients, *data_sets)[1]
+        # Training data, then what is looked at: the one is read where models adapt.
+        sizes = data_sets[1 if name in ("evaluate", "predictions") else 0].size
+        order = self._order(sizes)
+        everyone = order.of_visits(jnp.arange(self.clients))
+        visits = self._visits(score, call, everyone, state.clients, *data_sets)[1]
+        return order.of_cohort(visits)
 
 
 def _refuse_several(algorithm: Algorithm, what: str) -> None:
