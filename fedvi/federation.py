@@ -105,6 +105,8 @@ class BaseFederation:
       clients: number of clients.
       population: N, those with data that the selection may pick.
       messages: what is sent, `fedvi.contract_checks.Messages`.
+      sorts_visits: whether clients of like sizes share a chunk (`fedvi.visit_order`):
+        where sizes differ.
       compile_seconds: spent on tracing and compiling so far.
     """
 
@@ -163,7 +165,7 @@ class BaseFederation:
         candidates = self.selection.candidates
         sizes = np.asarray(sizes) if candidates is None else sizes[candidates]
         self.population = int((sizes > 0).sum())
-        self._uneven = bool((sizes != sizes[:1]).any())
+        self.sorts_visits = bool((sizes != sizes[:1]).any())
         if self.population == 0:
             raise ValueError(
                 "train holds no example: every client is empty, or every one that "
@@ -972,7 +974,7 @@ class Federation(BaseFederation):
 
     def _order(self, sizes: jax.Array) -> VisitOrder:
         """In which clients of these numbers of examples are visited."""
-        if not self._uneven:
+        if not self.sorts_visits:
             return VisitOrder()
         return by_size(sizes, self.chunk_size, self._devices)
 

@@ -435,7 +435,7 @@ class StreamedFederation(BaseFederation):
     def _order(self, ids: np.ndarray) -> np.ndarray:
         """`[len(ids)]` places in which a round visits them: clients of like sizes in a
         block, and in it in a chunk. Evaluations do not: files are read best by id."""
-        if not self._uneven or self.chunk_size == 1:
+        if not self.sorts_visits or self.chunk_size == 1:
             return np.arange(len(ids))
         size = self._size_of_blocks(len(ids))
         smallest_first = np.argsort(self.train.size[ids], kind="stable")

@@ -147,10 +147,14 @@ def everything(federation):
     return jax.tree.map(np.asarray, (state.server, states, metrics, scores))
 
 
-@pytest.mark.parametrize("reduce", ["sum", "stack"])
 @pytest.mark.parametrize(
-    ("chunk", "devices", "more"),
-    [(3, 1, {}), (2, 2, {}), (2, 1, {"block_size": 3}), (2, 2, {"block_size": 6})],
+    ("reduce", "chunk", "devices", "more"),
+    [
+        ("sum", 3, 1, {}),
+        ("stack", 2, 2, {}),
+        ("stack", 2, 1, {"block_size": 3}),
+        ("sum", 2, 2, {"block_size": 6}),
+    ],
 )
 def test_results_do_not_depend_on_the_order_of_visits(
     clients_of, reduce, chunk, devices, more
@@ -160,7 +164,7 @@ def test_results_do_not_depend_on_the_order_of_visits(
     assert found[2].failed.any() and found[2].empty.any()
     assert found[2].client_ids[0].tolist() == [7, 2, 9, 0, 4, 1, 3, 10]
     unsorted = federation_of(clients_of, SIZES, reduce, chunk, devices, **more)
-    unsorted._uneven = False
+    unsorted.sorts_visits = False
     chex.assert_trees_all_close(found, everything(unsorted), rtol=2e-5, atol=1e-5)
 
 
