@@ -596,8 +596,9 @@ class Federation(BaseFederation):
       train: `ClientData` with leaves `[clients, ...]`: every client's training data.
       test: `ClientData` of the same clients, for evaluation.
       selection: default full participation.
-      chunk_size: clients in one vmap; None: the whole cohort. The default 1 is right
-        on CPU; `fedvi.experiment` chooses for any device.
+      chunk_size: clients in one vmap, of like numbers of examples; None: the whole
+        cohort. The default 1 is right on CPU; `fedvi.experiment` chooses for any
+        device.
       mesh: from `fedvi.clients_mesh`, to spread the cohort over devices, and with
         `model_devices` the states of a model of `fedvi.placement.layered` too.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
