@@ -86,7 +86,7 @@ def map_reduce(
     """Runs `fn` for every client of a cohort; sums one output, stacks the other.
 
     Devices → `lax.scan` over chunks on each device → `vmap` inside a chunk. A cohort
-    that does not divide is padded with copies of real clients, whose sums count 0
+    that does not divide is padded with copies of its last client, whose sums count 0
     and whose stacked outputs are cut off. Results do not depend on `chunk_size` or
     `mesh`, up to the order of float additions.
 
@@ -113,7 +113,7 @@ def map_reduce(
     chunk = -(-per_device // chunks)
     slots = jnp.arange(devices * chunks * chunk)
     if slots.size > cohort:
-        items = jax.tree.map(lambda a: a[slots % cohort], items)
+        items = jax.tree.map(lambda a: a[jnp.minimum(slots, cohort - 1)], items)
 
     run = partial(_run_chunks, fn, chunks=chunks, chunk=chunk)
     if devices == 1:

@@ -438,9 +438,9 @@ class StreamedFederation(BaseFederation):
         if not self.sorts_visits or self.chunk_size == 1:
             return np.arange(len(ids))
         size = self._size_of_blocks(len(ids))
-        smallest_first = np.argsort(self.train.size[ids], kind="stable")
+        largest_first = np.argsort(-self.train.size[ids], kind="stable")
         starts = range(0, len(ids), size)
-        blocks = [smallest_first[start : start + size] for start in starts]
+        blocks = [largest_first[start : start + size] for start in starts]
         how = size, self.chunk_size, self._devices
         return np.concatenate([block[ranks(*how, len(block))] for block in blocks])
 
@@ -453,11 +453,12 @@ class StreamedFederation(BaseFederation):
     ) -> Iterator[tuple[Any, ...]]:
         """`(ids, how many count, data of each source)` of equal blocks, read ahead.
 
-        The last block is filled up with copies of the first clients.
+        The last block is filled up with copies of the last client.
         """
         size = self._size_of_blocks(len(ids))
         number = -(-len(ids) // size)
-        padded = np.resize(ids, number * size).reshape(number, size)
+        slots = np.arange(number * size).reshape(number, size)
+        padded = ids[np.minimum(slots, len(ids) - 1)]
 
         def read(block):
             return tuple(self._read(source, block) for source in sources)

@@ -50,11 +50,11 @@ def layout(cohort: int, chunk_size: int | None, devices: int) -> tuple[int, int]
 def ranks(
     slots: int, chunk_size: int | None, devices: int, filled: int | None = None
 ) -> np.ndarray:
-    """`[filled]` which client in order of size, smallest first, each slot is for.
+    """`[filled]` which client in order of size, largest first, each slot is for.
 
     Chunks are of neighbours in size, and dealt to the devices in turn, there and back,
-    so that each device has an equal share of the steps. What fills up the last slots
-    are copies of the first (`map_reduce`), the smallest.
+    so that each device has an equal share of the steps. The smallest comes last, since
+    copies of the last fill the slots up that are left (`map_reduce`).
 
     Args:
       slots: clients of which `map_reduce` is told.
@@ -67,8 +67,8 @@ def ranks(
     hands = np.arange(devices * chunks * chunk).reshape(devices, chunks, chunk)
     dealt = hands.transpose(1, 0, 2).copy()
     dealt[-2::-2] = dealt[-2::-2, ::-1]
-    smallest_first = dealt[dealt < filled]
-    return np.argsort(smallest_first)
+    dealt = dealt[dealt < filled - 1]
+    return np.argsort(np.append(dealt, filled - 1))
 
 
 def by_size(sizes: jax.Array, chunk_size: int | None, devices: int = 1) -> VisitOrder:
@@ -87,7 +87,7 @@ def by_size(sizes: jax.Array, chunk_size: int | None, devices: int = 1) -> Visit
     if chunk == 1 or chunks * devices == 1:
         return VisitOrder()
     rank = ranks(cohort, chunk_size, devices)
-    there = jnp.argsort(sizes, stable=True)[rank].astype(jnp.int32)
+    there = jnp.argsort(-sizes, stable=True)[rank].astype(jnp.int32)
     back = (
         jnp.zeros(cohort, jnp.int32).at[there].set(jnp.arange(cohort, dtype=jnp.int32))
     )
@@ -118,12 +118,13 @@ def padded_share(
     chunks, chunk = layout(cohort, chunk_size, devices)
     sizes = np.asarray(sizes)
     if ordered and chunk > 1:
-        sizes = np.sort(sizes)[ranks(cohort, chunk_size, devices)]
+        sizes = -np.sort(-sizes)[ranks(cohort, chunk_size, devices)]
     an_epoch = -(-sizes // training.batch_size)
     total = training.epochs * an_epoch
     if training.steps is not None:
         total = np.where(an_epoch > 0, training.steps, 0)
-    copied = np.arange(devices * chunks * chunk).reshape(-1, chunk) % cohort
+    slots = np.arange(devices * chunks * chunk).reshape(-1, chunk)
+    copied = np.minimum(slots, cohort - 1)
     epochs = -(-total // np.maximum(an_epoch, 1))
     computed = 0
     for epoch in range(epochs.max(initial=0)):

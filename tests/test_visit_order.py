@@ -24,7 +24,7 @@ def chunks_of(order, chunk, devices=1):
 
 def test_chunks_are_of_neighbours_in_size():
     order = by_size(SIZES[:10], 5)
-    assert chunks_of(order, 5) == [[[0, 1, 2, 3, 4], [6, 7, 9, 12, 12]]]
+    assert chunks_of(order, 5) == [[[12, 12, 9, 7, 6], [4, 3, 2, 1, 0]]]
     cohort = np.arange(10)
     assert sorted(order.there.tolist()) == cohort.tolist()
     assert order.of_cohort(order.of_visits(cohort)).tolist() == cohort.tolist()
@@ -32,7 +32,18 @@ def test_chunks_are_of_neighbours_in_size():
 
 def test_sorted_chunks_are_dealt_to_the_devices_there_and_back():
     order = by_size(SIZES[:8], 2, 2)
-    assert chunks_of(order, 2, 2) == [[[3, 4], [7, 9]], [[0, 1], [12, 12]]]
+    assert chunks_of(order, 2, 2) == [[[9, 7], [4, 3]], [[12, 12], [1, 0]]]
+
+
+def test_what_fills_the_slots_up_is_a_copy_of_the_smallest():
+    training = LocalTraining(epochs=1, batch_size=1)
+    # (9, 8), (2, 1) and (0, 0): 22 steps for 20.
+    assert padded_share([1, 9, 0, 2, 8], training, 2) == pytest.approx(2 / 22)
+    # A third device has nothing but copies: 18 + 4 + 2 for 20.
+    assert padded_share([1, 9, 2, 8], training, 2, 3) == pytest.approx(4 / 24)
+    # Four devices have 16 slots for ten: the copies are of the third's last client.
+    order = by_size(SIZES[:10], 2, 4)
+    assert SIZES[order.there].tolist() == [7, 6, 4, 3, 12, 9, 2, 1, 12, 0]
 
 
 @pytest.mark.parametrize(("chunk", "devices"), [(1, 1), (1, 4), (None, 1), (20, 1)])
@@ -188,4 +199,4 @@ def test_a_stream_reads_clients_of_like_sizes_together(clients_of):
             ids[federation._order(ids)], federation.train
         )
     ]
-    assert sizes == [[0, 1, 2, 3], [4, 5, 6, 7], [9, 12, 12]]
+    assert sizes == [[12, 12, 9, 7], [6, 5, 4, 3], [2, 1, 0]]
