@@ -26,7 +26,9 @@ flags.DEFINE_integer("clients", 100, "All of them take part.", lower_bound=2)
 flags.DEFINE_float("alpha", 0.1, "Of the Dirichlet distribution.", lower_bound=1e-3)
 flags.DEFINE_integer("batch_size", 50, "Examples a step.", lower_bound=1)
 flags.DEFINE_integer("hidden", 256, "Hidden units of the MLP.", lower_bound=1)
-flags.DEFINE_multi_integer("share_of", [2, 4, 5, 10, 20], "Chunks to tell padding of.")
+flags.DEFINE_multi_integer(
+    "share_of", [2, 3, 4, 5, 10, 20], "Chunks to tell padding of."
+)
 flags.DEFINE_multi_integer("chunk_size", [20], "Chunks that are timed.")
 flags.DEFINE_integer("seeds", 3, "Deals whose padding is told.", lower_bound=1)
 flags.DEFINE_integer("turns", 5, "Rounds that are timed, of the first deal.")
@@ -101,7 +103,7 @@ def markdown(report: dict[str, Any]) -> str:
     work, found = report["work"], report["results"]
 
     def percent(values):
-        return cell({key: 100 * value for key, value in values.items()})
+        return cell(values, unit=100, digits=1)
 
     return page(
         "Padding of chunks, by id and by size",

@@ -1,6 +1,7 @@
 """Times rounds over a population on disk, in turn with the same in memory.
 
     python benchmarks/population.py --out=benchmarks/results/population
+    python benchmarks/population.py --clients=10000000 --examples=2 --features=8
     python benchmarks/population.py --algorithm=pfedbayes --clients=100000 --memory= \
         --model=mlp --hidden=100 --visit_all --folder=/disk/with/room
 
