@@ -199,7 +199,7 @@ class ClientFiles:
                 f"data shard {path} {problem}: copy it again from where it was made, "
                 "or write the folder again"
             )
-        # Plain arrays over the mapped pages: NumPy's memmap takes twice as long to index.
+        # Plain arrays over the mapped pages: a memmap takes twice as long to index.
         return np.asarray(np.load(path, mmap_mode=None if field == "size" else "r"))
 
 
