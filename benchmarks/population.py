@@ -1,6 +1,7 @@
 """Times rounds over a population on disk, in turn with the same in memory.
 
     python benchmarks/population.py --out=benchmarks/results/population
+    python benchmarks/population.py --clients=10000000 --examples=2 --features=8
     python benchmarks/population.py --algorithm=pfedbayes --clients=100000 --memory= \
         --model=mlp --hidden=100 --visit_all --folder=/disk/with/room
 
@@ -56,7 +57,8 @@ SHARED = (
     "visit_all",
 )
 CLASSES = 10
-SHARD = 10_000  # clients in one file
+SHARDS = 100  # files of a population, at most: each one that a read meets takes 8 µs
+SHARD = 10_000  # clients in one file, at least
 MIB = 2**20
 
 
@@ -70,8 +72,9 @@ def write_population(folder: Path, clients: int) -> None:
         noise = rng.integers(0, 128, (*y.shape, FLAGS.features), np.uint8)
         return ClientData(centres[y] + noise, y, np.full(count, y.shape[1], np.int32))
 
-    starts = range(0, clients, SHARD)
-    write_client_files(folder, (block(min(SHARD, clients - s)) for s in starts))
+    shard = max(SHARD, -(-clients // SHARDS))
+    starts = range(0, clients, shard)
+    write_client_files(folder, (block(min(shard, clients - s)) for s in starts))
 
 
 def measure(folder: Path, model: str) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
 """Times a round of DSVGD by how its client is selected: what the scores cost.
 
     python benchmarks/selection_time.py --out=benchmarks/results/selection_time
+    python benchmarks/selection_time.py --draw_from=1000000 --draw_from=10000000
 
 Bayesian logistic regression on Covertype's built-in stand-in, no evaluation. The
 rounds of all selections take turns. A round's scores are one gradient per client, its
 visit L + L' steps of SVGD with a density estimate or two each, so the share of the
 scores depends on L more than on anything else: both of the papers' values are timed.
+With --draw_from only the draw of a uniform cohort is timed, beside a permutation of
+all clients, of which it would be the first.
 """
 
 import os
@@ -15,7 +18,7 @@ from typing import Any
 
 import jax
 from absl import app, flags
-from report import describe_machine, write
+from report import cell, describe_machine, spread, table, write
 
 from fedvi import Federation, LocalTraining, Task, algorithms, data, nn, selection
 
@@ -32,6 +35,10 @@ flags.DEFINE_integer(
 flags.DEFINE_integer("chunk_size", 0, "Clients in one vmap; 0: all.", lower_bound=0)
 flags.DEFINE_integer("calls", 20, "Calls that are timed.", lower_bound=1)
 flags.DEFINE_integer("rounds", 5, "Rounds a call.", lower_bound=1)
+flags.DEFINE_multi_integer(
+    "draw_from", [], "Clients of whom only a cohort is drawn.", lower_bound=2
+)
+flags.DEFINE_integer("cohort", 10_000, "Clients that are drawn.", lower_bound=1)
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS
 
@@ -112,6 +119,46 @@ def measure(steps: int) -> dict[str, Any]:
     }
 
 
+def measure_draws(clients: int) -> dict[str, Any]:
+    """CPU milliseconds of a cohort's draw and of a permutation, in turn."""
+    rule = selection.uniform(clients, min(FLAGS.cohort, clients))
+    systems = {
+        "draw": jax.jit(lambda key: rule.select(key, 0, None, None)[0]),
+        "permutation": jax.jit(lambda key: jax.random.permutation(key, clients)),
+    }
+    times = {name: [] for name in systems}
+    for call in range(1 + FLAGS.calls):  # the first one compiles
+        key = jax.block_until_ready(jax.random.key(call))
+        for name, function in systems.items():
+            start = time.process_time()
+            jax.block_until_ready(function(key))
+            if call:
+                times[name].append(1e3 * (time.process_time() - start))
+    return {"clients": clients} | {name: spread(t) for name, t in times.items()}
+
+
+def draws_page(report: dict) -> str:
+    """The report of `measure_draws` as a Markdown page."""
+    machine, work = report["machine"], report["work"]
+    lines = [
+        "# The draw of a cohort",
+        "",
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; load "
+        f"{machine['load_before']:.2f} before, {machine['load_after']:.2f} after; jax "
+        f"{work['jax']}, {work['backend']}. CPU milliseconds, medians (min to max) of "
+        f"{work['calls']} calls, in turn; {work['cohort']:,} clients are drawn.",
+        "",
+        *table(
+            "clients | draw ms | permutation of all ms",
+            (
+                [f"{r['clients']:,}", cell(r["draw"]), cell(r["permutation"])]
+                for r in report["results"]
+            ),
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def markdown(report: dict) -> str:
     """The report as a Markdown page."""
     machine, work = report["machine"], report["work"]
@@ -151,9 +198,13 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"{argv[1]!r} is no flag")
     machine = {**describe_machine(), "load_before": os.getloadavg()[0]}
-    results = [measure(steps) for steps in FLAGS.steps]
+    if FLAGS.draw_from:
+        results = [measure_draws(clients) for clients in FLAGS.draw_from]
+    else:
+        results = [measure(steps) for steps in FLAGS.steps]
     machine["load_after"] = os.getloadavg()[0]
     keys = ("clients", "particles", "batch_size", "report_batch_size", "chunk_size")
+    keys, as_page = (("cohort",), draws_page) if FLAGS.draw_from else (keys, markdown)
     report = {
         "machine": machine,
         "work": {
@@ -163,7 +214,7 @@ def main(argv):
         },
         "results": results,
     }
-    write(report, markdown(report), FLAGS.out)
+    write(report, as_page(report), FLAGS.out)
 
 
 if __name__ == "__main__":

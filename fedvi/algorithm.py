@@ -120,7 +120,7 @@ class Task(NamedTuple):
         sizes = np.asarray(train.size)
         total, chosen = len(sizes), np.arange(len(sizes))
         if candidates is not None:
-            chosen = np.asarray(full(total, candidates).candidates)
+            chosen = full(total, candidates).pool
         sizes = sizes[chosen]
         held = sizes[sizes > 0]
         clients, samples = held.size, int(held.sum())

@@ -16,6 +16,7 @@ __all__ = [
     "brought",
     "clients_mesh",
     "devices_of",
+    "layout",
     "map_reduce",
     "taken_back",
 ]
@@ -89,6 +90,13 @@ def devices_of(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[AXIS]
 
 
+def layout(cohort: int, chunk_size: int | None, devices: int) -> tuple[int, int]:
+    """(chunks of each device, clients in a chunk), as even as can be."""
+    per_device = -(-cohort // devices)
+    chunks = -(-per_device // min(chunk_size or per_device, per_device))
+    return chunks, -(-per_device // chunks)
+
+
 def map_reduce(
     fn: Callable,
     operands: Any,
@@ -101,7 +109,7 @@ def map_reduce(
     """Runs `fn` for every client of a cohort; sums one output, stacks the other.
 
     Devices → `lax.scan` over chunks on each device → `vmap` inside a chunk. A cohort
-    that does not divide is padded with copies of real clients, whose sums count 0
+    that does not divide is padded with copies of the last client, whose sums count 0
     and whose stacked outputs are cut off. Results do not depend on `chunk_size` or
     `mesh`, up to the order of float additions. Over several devices one all-reduce adds
     up the sums; items that a device holds already stay there, and outputs too, but for
@@ -126,11 +134,11 @@ def map_reduce(
     count = cohort if count is None else count
     devices = devices_of(mesh)
     per_device = -(-cohort // devices)
-    chunks = -(-per_device // min(chunk_size or per_device, per_device))
+    chunks, chunk = layout(cohort, chunk_size, devices)
     slots = jnp.arange(devices * per_device)
     items = _repeated(items, slots.size)
 
-    run = partial(_run_chunks, fn, chunks=chunks, chunk=-(-per_device // chunks))
+    run = partial(_run_chunks, fn, chunks=chunks, chunk=chunk)
     if devices == 1:
         sums, outputs = run(operands, items, slots < count)
     else:
@@ -176,11 +184,11 @@ def _in_place(part: jax.Array, length: int) -> jax.Array:
 
 
 def _repeated(tree, length: int):
-    """The leaves, `[n, ...]`, once more from the start until they have a length."""
+    """The leaves, `[n, ...]`, with copies of the last row until they have a length."""
     n = jax.tree.leaves(tree)[0].shape[0]
     if n == length:
         return tree
-    return jax.tree.map(lambda a: a[jnp.arange(length) % n], tree)
+    return jax.tree.map(lambda a: a[jnp.minimum(jnp.arange(length), n - 1)], tree)
 
 
 def _run_chunks(fn, operands, items, valid, *, chunks, chunk):

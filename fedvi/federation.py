@@ -39,6 +39,7 @@ from fedvi.placement import (
 )
 from fedvi.selection import Choice, Selection, full
 from fedvi.visit import Call, Visit
+from fedvi.visit_order import VisitOrder, by_size
 
 __all__ = [
     "BaseFederation",
@@ -129,6 +130,8 @@ class BaseFederation:
       population: N, those with data that the selection may pick.
       places: length of arrays of all clients, which devices divide.
       messages: what is sent, `fedvi.contract_checks.Messages`.
+      sorts_visits: whether clients of like sizes share a chunk (`fedvi.visit_order`):
+        where sizes differ.
       compile_seconds: spent on tracing and compiling so far.
     """
 
@@ -188,6 +191,7 @@ class BaseFederation:
         candidates = self.selection.candidates
         sizes = np.asarray(sizes) if candidates is None else sizes[candidates]
         self.population = int((sizes > 0).sum())
+        self.sorts_visits = bool((sizes != sizes[:1]).any())
         if self.population == 0:
             raise ValueError(
                 "train holds no example: every client is empty, or every one that "
@@ -257,6 +261,11 @@ class BaseFederation:
             contract_checks.check_normalised(predictive, results)
             self._normalised.add(name)
         return results
+
+    @property
+    def _devices(self) -> int:
+        """Over which clients are spread."""
+        return devices_of(self.mesh)
 
     def _over_clients(self, function: Callable, operands, items, **options):
         return map_reduce(
@@ -628,8 +637,9 @@ class Federation(BaseFederation):
       train: `ClientData` with leaves `[clients, ...]`: every client's training data.
       test: `ClientData` of the same clients, for evaluation.
       selection: default full participation.
-      chunk_size: clients in one vmap; None: the whole cohort. The default 1 is right
-        on CPU; `fedvi.experiment` chooses for any device.
+      chunk_size: clients in one vmap, of like numbers of examples; None: the whole
+        cohort. The default 1 is right on CPU; `fedvi.experiment` chooses for any
+        device.
       mesh: from `fedvi.clients_mesh`, to spread the cohort over devices, and with
         `model_devices` the states of a model of `fedvi.placement.layered` too.
       eval_batch_size: most test examples in one forward pass. FedBABU's 128: with
@@ -980,11 +990,12 @@ class Federation(BaseFederation):
         call = Call(state.key, state.round, self.algorithm.broadcast(state.server))
         ids, choice = self._select(state, call, train)
         everyone = self.selection.strata == self.clients
-        cohort = self._cohort(None if everyone else ids)
         one = partial(visit.participate, self.algorithm, codec=self.codec)
+        cohort = self._cohort(None if everyone else ids, train.size)
         sums, outputs = self._visits(one, call, cohort, state.clients, train)
-        clients = self._written(state.clients, cohort, outputs)
-        outputs = take(outputs, slice(cohort.count))
+        client = outputs.pop("client")  # not put back in order: that would copy them
+        clients = self._written(state.clients, cohort, client, outputs["counts"])
+        outputs = cohort.in_order(outputs)
         server, metrics = self._next_server(state, ids, sums, outputs)
         if self._split:  # between the rounds of a scan too
             place = state_shardings(self.mesh, state).server
@@ -993,17 +1004,29 @@ class Federation(BaseFederation):
         after = state._replace(server=server, clients=clients, round=state.round + 1)
         return after, info
 
-    def _cohort(self, ids: jax.Array | None) -> "_Cohort":
-        """Clients to visit: `[n]` int32, or None for all in order of id."""
-        if ids is None:
-            return _Cohort(jnp.arange(self.places), self.clients, True, True)
-        strata = self.selection.strata or 1
-        here = strata % devices_of(self.mesh) == 0 and self.places == self.clients
-        slots = jnp.arange(places(self.mesh, len(ids)))
-        count, ids = len(ids), ids[slots % len(ids)]
-        if self.mesh is not None:  # else the draw is spread, and put together again
+    def _cohort(self, ids: jax.Array | None, sizes: Any = None) -> "_Cohort":
+        """Clients to visit, those of like sizes together where they can be moved.
+
+        Args:
+          ids: `[n]` int32; None: all, in order of id.
+          sizes: `[places]` numbers of examples; None: in the order of `ids`.
+        """
+        everyone, alone = ids is None, self._devices == 1
+        count = self.clients if everyone else len(ids)
+        if everyone:
+            ids = jnp.arange(self.places)
+        strata, whole = self.selection.strata or 1, self.places == self.clients
+        here = everyone or (strata % self._devices == 0 and whole)
+        order = VisitOrder()
+        if self.sorts_visits and sizes is not None and (alone or not here):
+            order = by_size(sizes[ids], self.chunk_size, self._devices)
+            ids = order.of_visits(ids)
+        if not everyone and not alone:
+            slots = jnp.arange(places(self.mesh, count))
+            ids = ids[jnp.minimum(slots, count - 1)]
+            # Else the draw is spread, and put together again.
             ids = jax.lax.with_sharding_constraint(ids, replicated(self.mesh))
-        return _Cohort(ids, count, False, here)
+        return _Cohort(ids, count, everyone, here, order)
 
     def _visits(self, one: Callable, call: Call, cohort: "_Cohort", *residents):
         """Maps `one(call, Visit) -> (sums, outputs)` over clients of arrays.
@@ -1024,7 +1047,7 @@ class Federation(BaseFederation):
         def look_up(operands, client_id):
             return meet(operands[0], self._visit(operands[1:], client_id))
 
-        if devices_of(self.mesh) == 1:  # no copy of the cohort's data
+        if self._devices == 1:  # no copy of the cohort's data
             return self._over_clients(look_up, (call, *residents), cohort.ids)
         if not cohort.everyone:
             residents = brought(residents, cohort.ids, self.mesh, cohort.here)
@@ -1032,17 +1055,22 @@ class Federation(BaseFederation):
         visits = Visit(cohort.ids, client, train, tuple(others))
         return self._over_clients(meet, call, visits, count=cohort.count)
 
-    def _written(self, clients, cohort: "_Cohort", outputs):
-        """All clients' states, those of participants that counted replaced."""
-        counts = outputs["counts"] & (jnp.arange(len(cohort.ids)) < cohort.count)
+    def _written(self, clients, cohort: "_Cohort", new, counts):
+        """All clients' states, those of participants that count replaced.
+
+        Args:
+          clients: leaves `[places, ...]`.
+          cohort: the participants.
+          new: their states, leaves `[slots, ...]`.
+          counts: `[slots]` bool.
+        """
+        counts &= jnp.arange(len(cohort.ids)) < cohort.count
         # Out-of-range ids are dropped: empty and failed clients keep their state.
         ids = jnp.where(counts, cohort.ids, self.places)
-        if devices_of(self.mesh) > 1:
-            return taken_back(clients, ids, outputs["client"], self.mesh, cohort.here)
+        if self._devices > 1:
+            return taken_back(clients, ids, new, self.mesh, cohort.here)
         return jax.tree.map(
-            lambda old, new: old.at[ids].set(new, mode="drop"),
-            clients,
-            outputs["client"],
+            lambda old, row: old.at[ids].set(row, mode="drop"), clients, new
         )
 
     def _visit(self, operands, client_id) -> Visit:
@@ -1061,13 +1089,11 @@ class Federation(BaseFederation):
         """`[clients]` scores of the candidates, and who of all holds data."""
         measure = self.algorithm.importance[self.selection.measure]
         ids = self.selection.candidates
-        if ids is None or len(ids) == self.clients:
-            ids = None
         cohort = self._cohort(ids if ids is None else jnp.asarray(ids))
         _, told = self._visits(
             partial(visit.report, measure), call, cohort, state.clients, train
         )
-        reports, finite = take(told, slice(cohort.count))
+        reports, finite = cohort.in_order(told)
         ids = cohort.ids[: cohort.count]
         holds_data = train.size[ids] > 0
         scores = measure.score(state.server, reports, finite & holds_data)
@@ -1083,24 +1109,33 @@ class Federation(BaseFederation):
         def score(call, visited):
             return (), one(self.algorithm, self._evaluation, call, visited)
 
-        found = self._visits(score, call, self._cohort(None), state.clients, *data_sets)
-        return take(found[1], slice(self.clients))
+        # Training data, then what is looked at: the one is read where models adapt.
+        sizes = data_sets[1 if name in ("evaluate", "predictions") else 0].size
+        cohort = self._cohort(None, sizes)
+        found = self._visits(score, call, cohort, state.clients, *data_sets)[1]
+        return cohort.in_order(found)
 
 
 class _Cohort(NamedTuple):
     """Clients to visit.
 
     Attributes:
-      ids: `[slots]` int32, as many as the devices divide.
+      ids: `[slots]` int32, as many as the devices divide, in the order of the visits.
       count: how many of them are visited, the first ones.
       everyone: they are all clients, in order of id.
       here: every device's part of them lives there.
+      order: of the visits.
     """
 
     ids: jax.Array
     count: int
     everyone: bool
     here: bool
+    order: VisitOrder = VisitOrder()
+
+    def in_order(self, outputs: Any) -> Any:
+        """What visits gave, leaves `[slots, ...]`, in the order that was asked for."""
+        return self.order.of_cohort(take(outputs, slice(self.count)))
 
 
 def _refuse_several(algorithm: Algorithm, what: str) -> None:

@@ -28,6 +28,11 @@ __all__ = [
 
 Candidates = Sequence[int] | np.ndarray | None
 
+PERMUTED_BELOW = 100_000
+"""Candidates from which on `uniform` no longer permutes all of them. A permutation of
+fewer takes at most 45 ms of a core, and the cohorts of the runs in flag files and run
+folders, all of fewer, rest on it."""
+
 
 class Choice(NamedTuple):
     """How a selection that goes by the clients' importance came to its cohort.
@@ -59,8 +64,8 @@ class Selection(NamedTuple):
         with data; else both are None.
       measure: name of the algorithm's `importance` that the rule goes by, of which
         the round then computes every candidate's score; None: none.
-      candidates: ids of the clients that can be picked, the population of N clients;
-        None: all.
+      candidates: ids of the clients that can be picked, the population of N clients,
+        in order; None: all.
       strata: parts of equal size into which clients and cohort fall in order of id: the
         cohort's k-th part is of the clients' k-th. Devices that divide them train
         clients where their data lie. None: any client may come anywhere.
@@ -73,13 +78,24 @@ class Selection(NamedTuple):
     candidates: np.ndarray | None = None
     strata: int | None = None
 
+    @property
+    def pool(self) -> np.ndarray:
+        """`[N]` int32 ids of the clients that can be picked, in order."""
+        if self.candidates is None:
+            return np.arange(self.clients, dtype=np.int32)
+        return self.candidates
 
-def _ids(
+
+def _population(
     clients: int, candidates: Candidates, participants: int | None = None
-) -> np.ndarray:
-    """The candidates' ids in order, `[N]` int32; None participants are all of them."""
+) -> tuple[np.ndarray | None, int]:
+    """(the candidates' ids in order, `[N]` int32; None: all clients; N).
+
+    An array of all ids would be a constant of every program, of 40 MB for ten million.
+    None participants are all of them.
+    """
     checks.whole("clients", clients)
-    ids = np.arange(clients, dtype=np.int32)
+    ids, count = None, clients
     if candidates is not None:
         ids = np.unique(np.asarray(candidates, np.int32))
         if len(ids) < len(candidates) or not ((0 <= ids) & (ids < clients)).all():
@@ -87,14 +103,20 @@ def _ids(
                 f"candidates={np.asarray(candidates).tolist()} must be different "
                 f"client ids from 0 to {clients - 1}"
             )
-    number = len(ids) if participants is None else participants
+        ids, count = (None if len(ids) == clients else ids), len(ids)
+    number = count if participants is None else participants
     integral = isinstance(number, numbers.Integral) and not isinstance(number, bool)
-    if not integral or not 1 <= number <= len(ids):
+    if not integral or not 1 <= number <= count:
         raise ValueError(
             f"participants={number} must be a whole number between 1 and the number "
-            f"of clients ({len(ids)})"
+            f"of clients ({count})"
         )
-    return ids
+    return ids, count
+
+
+def _at(ids: np.ndarray | None, places: jax.Array) -> jax.Array:
+    """The ids at some places of `_population`'s."""
+    return places if ids is None else jnp.asarray(ids)[places]
 
 
 def full(clients: int, candidates: Candidates = None) -> Selection:
@@ -107,19 +129,19 @@ def full(clients: int, candidates: Candidates = None) -> Selection:
     Raises:
       ValueError: no clients, or candidates that are not different ids.
     """
-    ids = _ids(clients, candidates)
+    ids, count = _population(clients, candidates)
 
     def select(key, round_index, scores, counts):
-        return jnp.asarray(ids), ()
+        return _at(ids, jnp.arange(count, dtype=jnp.int32)), ()
 
-    everyone = clients if len(ids) == clients else None
-    return Selection(clients, len(ids), select, candidates=ids, strata=everyone)
+    everyone = clients if ids is None else None
+    return Selection(clients, count, select, candidates=ids, strata=everyone)
 
 
 def uniform(
     clients: int, participants: int, candidates: Candidates = None
 ) -> Selection:
-    """`participants` of the clients, uniformly without replacement.
+    """`participants` of the clients, uniformly without replacement, in random order.
 
     Args:
       clients: number of clients of the federation.
@@ -130,14 +152,44 @@ def uniform(
       ValueError: participants not a whole number from 1 to the number of candidates,
         or candidates that are not different ids.
     """
-    ids = _ids(clients, candidates, participants)
-    if participants == len(ids):
+    ids, count = _population(clients, candidates, participants)
+    if participants == count:
         return full(clients, ids)
 
     def select(key, round_index, scores, counts):
-        return jax.random.permutation(key, jnp.asarray(ids))[:participants], ()
+        return _at(ids, _sample(key, count, participants)), ()
 
     return Selection(clients, participants, select, candidates=ids)
+
+
+def _sample(key: jax.Array, population: int, size: int) -> jax.Array:
+    """`[size]` int32 different numbers below `population`, all ordered ones equally
+    likely; of a large population in time and memory of `size` only."""
+    if population < PERMUTED_BELOW or 2 * size > population:
+        everyone = jnp.arange(population, dtype=jnp.int32)
+        return jax.random.permutation(key, everyone)[:size]
+
+    # Renaming the ids changes neither the distribution of independent draws nor whether
+    # enough of them differ, so given that event, too, all results are equally likely.
+    def draw(carry):
+        key, now = jax.random.split(carry[0])
+        draws = jax.random.randint(now, (2 * size,), 0, population, jnp.int32)
+        return key, *_first_different(draws, size)
+
+    start = key, jnp.zeros(size, jnp.int32), jnp.int32(0)
+    return jax.lax.while_loop(lambda carry: carry[2] < size, draw, start)[1]
+
+
+def _first_different(draws: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """(the first `size` different ones in the order drawn, how many there are)."""
+    by_value = jnp.argsort(draws, stable=True)
+    sorted_draws = draws[by_value]
+    changes = sorted_draws[1:] != sorted_draws[:-1]
+    first = jnp.ones(draws.shape, bool).at[by_value[1:]].set(changes)
+    place = jnp.cumsum(first, dtype=jnp.int32) - 1
+    kept = jnp.where(first, place, size)  # out of range: dropped
+    different = jnp.zeros(size, draws.dtype).at[kept].set(draws, mode="drop")
+    return different, first.sum(dtype=jnp.int32)
 
 
 def round_robin(clients: int, participants: int, order: Candidates = None) -> Selection:
@@ -153,12 +205,13 @@ def round_robin(clients: int, participants: int, order: Candidates = None) -> Se
       ValueError: participants not a whole number from 1 to the number of turns, or an
         order that is not of different ids.
     """
-    ids = _ids(clients, order, participants)
-    turns = np.asarray(ids if order is None else order, np.int32)
+    ids, count = _population(clients, order, participants)
+    turns = None if order is None else np.asarray(order, np.int32)
 
     def select(key, round_index, scores, counts):
-        places = round_index * participants + jnp.arange(participants)
-        return jnp.asarray(turns)[places % len(turns)], ()
+        turn = jnp.arange(participants, dtype=jnp.int32)
+        places = round_index * participants + turn
+        return _at(turns, places % count), ()
 
     return Selection(clients, participants, select, candidates=ids)
 
@@ -188,7 +241,7 @@ def stratified(
       ValueError: as `uniform`; no strata, or some that do not divide clients and
         participants, or a part with too few candidates.
     """
-    ids = _ids(clients, candidates, participants)
+    ids, _ = _population(clients, candidates, participants)
     if strata is None:
         raise ValueError(
             "strata=None: give selection_strata, such as the number of devices"
@@ -199,7 +252,8 @@ def stratified(
             f"strata={strata} must divide the {clients} clients and the {participants} "
             "participants"
         )
-    allowed = np.isin(np.arange(clients), ids).reshape(strata, -1)
+    everyone = np.arange(clients)
+    allowed = np.isin(everyone, everyone if ids is None else ids).reshape(strata, -1)
     each = participants // strata
     if allowed.sum(1).min() < each:
         raise ValueError(
@@ -257,12 +311,14 @@ def proportional(
       ValueError: as `uniform`; a negative or NaN temperature, or a floor outside
         [0, 1].
     """
-    ids = _ids(clients, candidates, participants)
+    ids, _ = _population(clients, candidates, participants)
     checks.at_least("temperature", temperature, 0)
     if not isinstance(measure, str):
         raise ValueError(f"measure={measure!r} must be a name in Algorithm.importance")
     checks.share("floor", floor)
-    allowed = np.isin(np.arange(clients), ids)
+    allowed = np.ones(clients, bool)
+    if ids is not None:
+        allowed = np.isin(np.arange(clients), ids)
 
     def select(key, round_index, scores, counts):
         present = allowed & counts

@@ -31,6 +31,7 @@ from fedvi.keys import Purpose, derive, root_key
 from fedvi.placement import replicated
 from fedvi.selection import Selection
 from fedvi.visit import Call, Visit
+from fedvi.visit_order import ranks
 
 __all__ = ["StreamedFederation"]
 
@@ -319,7 +320,8 @@ class StreamedFederation(BaseFederation):
         call, ids = self._call("open", open_round, state)
         first = self._first_server(kept, state)
         ids, sums, parts, trained = np.asarray(ids), None, [], None
-        for block_ids, count, train in self._blocks(ids, self.train):
+        order = self._order(ids)
+        for block_ids, count, train in self._blocks(ids[order], self.train):
             clients, known = kept.store.read(block_ids)
             visits = self._put((block_ids, clients, known, train))
             if sums is None:
@@ -332,7 +334,8 @@ class StreamedFederation(BaseFederation):
                 parts.append(self._keep(kept, *trained))
             trained = (block_ids[:count], outputs)
         parts.append(self._keep(kept, *trained))
-        outputs = _join(parts)
+        back = np.argsort(order)
+        outputs = jax.tree.map(lambda leaf: leaf[back], _join(parts))
         state, metrics = self._call("close", close_round, state, ids, sums, outputs)
         return state, RoundMetrics(ids, outputs["empty"], outputs["failed"], metrics)
 
@@ -432,18 +435,33 @@ class StreamedFederation(BaseFederation):
 
     # Between programs and files.
 
+    def _order(self, ids: np.ndarray) -> np.ndarray:
+        """`[len(ids)]` places in which a round visits them: clients of like sizes in a
+        block, and in it in a chunk. Evaluations do not: files are read best by id."""
+        if not self.sorts_visits or self.chunk_size == 1:
+            return np.arange(len(ids))
+        size = self._size_of_blocks(len(ids))
+        largest_first = np.argsort(-self.train.size[ids], kind="stable")
+        starts = range(0, len(ids), size)
+        blocks = [largest_first[start : start + size] for start in starts]
+        how = size, self.chunk_size, self._devices
+        return np.concatenate([block[ranks(*how, len(block))] for block in blocks])
+
+    def _size_of_blocks(self, clients: int) -> int:
+        size = -(-clients // -(-clients // self.block_size))
+        return size + -size % self._devices
+
     def _blocks(
         self, ids: np.ndarray, *sources: ClientSource
     ) -> Iterator[tuple[Any, ...]]:
         """`(ids, how many count, data of each source)` of equal blocks, read ahead.
 
-        The last block is filled up with copies of the first clients.
+        The last block is filled up with copies of the last client.
         """
-        number = -(-len(ids) // self.block_size)
-        size = -(-len(ids) // number)
-        size += -size % (1 if self.mesh is None else self.mesh.size)
+        size = self._size_of_blocks(len(ids))
         number = -(-len(ids) // size)
-        padded = np.resize(ids, number * size).reshape(number, size)
+        slots = np.arange(number * size).reshape(number, size)
+        padded = ids[np.minimum(slots, len(ids) - 1)]
 
         def read(block):
             return tuple(self._read(source, block) for source in sources)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedvi import selection as rules
 from fedvi.selection import full, proportional, round_robin, stratified, uniform
 
 
@@ -47,6 +48,75 @@ def test_uniform_draws_different_candidates_uniformly():
     # Each takes part with probability 2/3; 4.5 standard errors.
     share = counts[[1, 4, 7]] / len(keys)
     assert np.abs(share - 2 / 3).max() < 4.5 * np.sqrt(2 / 9 / len(keys))
+
+
+@pytest.fixture
+def never_permuted(monkeypatch):
+    """Small populations are drawn from as large ones are."""
+    monkeypatch.setattr(rules, "PERMUTED_BELOW", 0)
+
+
+def test_every_ordered_cohort_is_as_likely_without_a_permutation(never_permuted):
+    """The 120 of three out of six, of which 2 % of the draws begin anew."""
+    selection = uniform(9, 3, candidates=[8, 1, 2, 3, 5, 7])
+    keys = jax.random.split(jax.random.key(0), 24_000)
+    draw = jax.jit(jax.vmap(lambda key: chosen(selection, key)))
+    ids = draw(keys)
+    assert ids.dtype == jnp.int32
+    np.testing.assert_array_equal(ids, draw(keys))
+    cohorts, counts = np.unique(np.asarray(ids), axis=0, return_counts=True)
+    assert {len(set(cohort)) for cohort in cohorts.tolist()} == {3}
+    assert set(cohorts.ravel().tolist()) == {1, 2, 3, 5, 7, 8}
+    assert len(cohorts) == 120
+    # χ² with 119 degrees of freedom: 119 ± 15.4.
+    assert abs(((counts - 200) ** 2 / 200).sum() - 119) < 4.5 * 15.4
+
+
+def test_too_few_different_draws_are_drawn_anew(never_permuted, monkeypatch):
+    drawn, randint = [], jax.random.randint
+
+    def poor_at_first(key, shape, *limits):
+        drawn.append(jax.random.key_data(key))
+        values = randint(key, shape, *limits)
+        return jnp.where(len(drawn) < 3, values[0], values)
+
+    monkeypatch.setattr(jax.random, "randint", poor_at_first)
+    with jax.disable_jit():
+        ids = chosen(uniform(1000, 4), jax.random.key(3))
+    assert len(set(ids.tolist())) == 4
+    assert len(np.unique(np.stack(drawn), axis=0)) == len(drawn) == 3
+
+
+def test_the_first_different_draws_are_kept_in_their_order():
+    draws = jnp.int32([5, 3, 5, 9, 3, 0, 9, 7])
+    ids, different = rules._first_different(draws, 4)
+    assert ids.tolist() == [5, 3, 9, 0] and different == 5
+    assert rules._first_different(draws[:5], 4)[1] == 3
+
+
+@pytest.mark.parametrize("rule", [uniform, round_robin, full])
+def test_no_program_of_a_rule_holds_the_ids_of_ten_million_clients(rule):
+    """Nor does it look at all of them: its arrays are of the cohort."""
+    clients = 10_000_000
+    selection = rule(clients, *(() if rule is full else (1000,)))
+    assert selection.candidates is None
+    program = jax.make_jaxpr(lambda key: chosen(selection, key))(jax.random.key(0))
+    assert not any(np.size(constant) > 2000 for constant in program.consts)
+    assert rule is full or f"[{clients}]" not in str(program)
+
+
+def test_a_large_population_is_drawn_from_as_well_by_candidates():
+    """Seeds one after another, as several runs are."""
+    odd = np.arange(1, 300_000, 2)
+    selection = uniform(300_000, 3000, odd)
+    keys = jax.random.split(jax.random.key(0), 20)
+    draw = jax.jit(lambda keys: jax.lax.map(functools.partial(chosen, selection), keys))
+    ids = np.asarray(draw(keys))
+    assert (ids % 2 == 1).all() and ids.min() >= 1 and ids.max() < 300_000
+    assert all(len(np.unique(cohort)) == 3000 for cohort in ids)
+    assert len(np.unique(ids[:, 0])) == 20
+    # The mean of 60,000 places, uniform in 0 to 1.
+    assert abs((ids / 300_000).mean() - 0.5) < 4.5 / np.sqrt(12 * ids.size)
 
 
 @pytest.mark.parametrize("rule", [full, lambda n, ids: uniform(n, 3, ids)])

@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fedvi.client_map import AXIS
 from fedvi.experiment import processes
 from fedvi.experiment.config import RunOptions
 from fedvi.experiment.setup import Experiment
 from fedvi.federation import BaseFederation, State
+from fedvi.visit_order import padded_share
 
-__all__ = ["Plan", "choose", "free_memory", "grouped", "temporary_bytes"]
+__all__ = ["Plan", "choose", "free_memory", "grouped", "padding", "temporary_bytes"]
 
 # Part of the free memory that a plan may fill; the rest is for what XLA's figure does
 # not count, such as fragmentation and library workspaces.
 _USABLE = 0.9
 _GIB = 2.0**30
+_COHORTS = 20  # drawn to tell the padding of a round, where cohorts differ
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -90,7 +93,27 @@ def grouped(
         )
     )
     processes.agree({"chunk_size and seeds at once": list(chosen[:2])})
+    share = padding(experiment, chosen.chunk_size, mesh.shape[AXIS])
+    if share >= 0.005:
+        line = f"{chosen.reason}; {100 * share:.0f} % of a round's steps are padding"
+        chosen = chosen._replace(reason=line)
     return chosen, candidates[chosen.chunk_size, chosen.runs_at_once]
+
+
+def padding(experiment: Experiment, chunk_size: int, devices: int) -> float:
+    """`padded_share` of a round: where not all take part, the mean of cohorts that are
+    drawn uniformly, whatever the selection."""
+    sizes = np.asarray(experiment.data.train.size)[experiment.trained]
+    participants = experiment.selection.size
+    cohorts = [sizes]
+    if participants < len(sizes):
+        rng = np.random.default_rng(0)
+        cohorts = [rng.choice(sizes, participants, False) for _ in range(_COHORTS)]
+    training = experiment.task.training
+    # All clients stay on their devices, in order of id.
+    ordered = devices == 1 or participants < len(sizes)
+    shares = [padded_share(c, training, chunk_size, devices, ordered) for c in cohorts]
+    return float(np.mean(shares))
 
 
 def _streamed(

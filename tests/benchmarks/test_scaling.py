@@ -76,6 +76,23 @@ def test_the_network_has_about_as_many_parameters_as_asked_for(parameters, monke
 
 
 @pytest.mark.long
+def test_rounds_are_timed_with_chunks_by_id_and_by_size(tmp_path):
+    out = tmp_path / "tiny"
+    work = ["--dataset=digits", "--clients=6", "--alpha=0.5", "--hidden=2"]
+    calls = ["--share_of=1", "--share_of=2", "--chunk_size=2", "--seeds=2", "--turns=1"]
+    process = run("chunk_padding.py", *work, *calls, f"--out={out}")
+    assert process.returncode == 0, process.stderr
+    found = json.loads(out.with_suffix(".json").read_text())["results"]
+    single, pairs = found["shares"]
+    assert single["by_id"]["max"] == 0
+    assert 0 < pairs["by_size"]["median"] <= pairs["by_id"]["median"] < 1
+    (times,) = found["rounds"]
+    assert 0 < times["cpu_seconds"]["by_size"]["median"]
+    assert times["ratio"]["min"] <= times["ratio"]["median"] <= times["ratio"]["max"]
+    assert out.with_suffix(".md").read_text() in process.stdout
+
+
+@pytest.mark.long
 def test_server_updates_move_what_their_closed_forms_read_and_write(tmp_path):
     out = tmp_path / "tiny"
     sizes = ["--size=4000", "--calls=1", "--clients=2", "--participants=1"]

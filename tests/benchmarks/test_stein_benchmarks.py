@@ -69,3 +69,17 @@ def test_times_the_rounds_of_a_selection(tmp_path):
         assert times["share"] < 1
     assert result["milliseconds"]["uniform"]["share"] == 0
     assert out.with_suffix(".md").read_text() in process.stdout
+
+
+@pytest.mark.long
+def test_times_the_draw_of_a_cohort(tmp_path):
+    out = tmp_path / "tiny"
+    sizes = ["--draw_from=50", "--draw_from=100000", "--cohort=60", "--calls=2"]
+    process = run("selection_time.py", *sizes, f"--out={out}")
+    assert process.returncode == 0, process.stderr
+    results = json.loads(out.with_suffix(".json").read_text())["results"]
+    assert [result["clients"] for result in results] == [50, 100_000]
+    for result in results:
+        for name in ("draw", "permutation"):
+            assert 0 < result[name]["min"] <= result[name]["median"]
+    assert out.with_suffix(".md").read_text() in process.stdout

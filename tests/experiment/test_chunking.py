@@ -2,9 +2,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedvi.experiment import chunking
+from fedvi.local import LocalTraining
 
 GIB = 2**30
 
@@ -106,3 +108,18 @@ def test_the_memory_of_a_cpu_is_what_the_system_could_give(monkeypatch, tmp_path
     text = "MemTotal: 9 kB\nMemAvailable:    12345 kB\n"
     (tmp_path / "meminfo").write_text(text)
     assert chunking.free_memory(device) == 12345 * 1024
+
+
+def test_the_padding_of_a_round_is_that_of_its_cohorts():
+    experiment = SimpleNamespace(
+        data=SimpleNamespace(train=SimpleNamespace(size=np.array([1, 9, 99, 2, 8]))),
+        trained=np.array([0, 1, 3, 4]),
+        task=SimpleNamespace(training=LocalTraining(batch_size=1)),
+        selection=SimpleNamespace(size=4),
+    )
+    assert chunking.padding(experiment, 2, 1) == pytest.approx(2 / 22)
+    assert chunking.padding(experiment, 1, 1) == 0
+    # Of the six pairs: 8/18 of (1, 9), 1/4 of (1, 2), 7/16, 7/18, 6/16 and 1/18.
+    experiment.selection.size = 2
+    mean = (8 / 18 + 1 / 4 + 7 / 16 + 7 / 18 + 6 / 16 + 1 / 18) / 6
+    assert chunking.padding(experiment, 2, 1) == pytest.approx(mean, abs=0.1)
