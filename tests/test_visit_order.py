@@ -41,9 +41,9 @@ def test_what_fills_the_slots_up_is_a_copy_of_the_smallest():
     assert padded_share([1, 9, 0, 2, 8], training, 2) == pytest.approx(2 / 22)
     # A third device has nothing but copies: 18 + 4 + 2 for 20.
     assert padded_share([1, 9, 2, 8], training, 2, 3) == pytest.approx(4 / 24)
-    # Four devices have 16 slots for ten: the copies are of the third's last client.
+    # Four devices have three clients each, the last one of them alone in a chunk.
     order = by_size(SIZES[:10], 2, 4)
-    assert SIZES[order.there].tolist() == [7, 6, 4, 3, 12, 9, 2, 1, 12, 0]
+    assert SIZES[order.there].tolist() == [6, 4, 3, 9, 7, 2, 12, 12, 1, 0]
 
 
 @pytest.mark.parametrize(("chunk", "devices"), [(1, 1), (1, 4), (None, 1), (20, 1)])
