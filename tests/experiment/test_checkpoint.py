@@ -26,7 +26,9 @@ def experiment_of(config):
 @pytest.fixture
 def run_dir(tmp_path):
     kept = Kept(STATES, 7, Problems())
-    federation = SimpleNamespace(commit=lambda states, save: save())
+    federation = SimpleNamespace(
+        commit=lambda states, save: save(), portable=lambda states: states
+    )
     save_run(experiment_of(CONFIG), tmp_path, federation, kept)
     return tmp_path
 

@@ -413,8 +413,14 @@ def test_a_method_takes_as_many_clients_as_it_says(train):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (MINE, "selection='kds' must be one of uniform, round_robin, mass for mine"),
-        (PLAIN, "selection='kds' must be one of uniform, round_robin for mine"),
+        (
+            MINE,
+            "'kds' must be one of uniform, round_robin, stratified, mass for mine",
+        ),
+        (
+            PLAIN,
+            "'kds' must be one of uniform, round_robin, stratified for mine",
+        ),
     ],
 )
 def test_an_unknown_selection_is_named(train, algorithm, message):
