@@ -75,30 +75,32 @@ def layered(model: Model) -> Model:
     )
 
 
-def state_shardings(mesh: Mesh, state: Any, runs: bool = False) -> Any:
+def state_shardings(
+    mesh: Mesh, state: Any, runs: bool = False, spread_clients: bool = True
+) -> Any:
     """The sharding of every leaf of a `fedvi.federation.State`.
 
-    The clients' axis of their states is spread over the devices. On a mesh with a
-    "model" axis a leaf of the server's or the clients' state is also split along its
-    longest axis that the model's devices divide (the last of several); one that has
-    none lies whole on every device of a row, as the server's do on other meshes. The
-    runs' axis is never split.
+    The clients' axis of their states is spread over the devices, or whole on each. On a
+    mesh with a "model" axis a leaf of the server's or the clients' state is also split
+    along its longest axis that the model's devices divide (the last of several); one
+    that has none lies whole on every device of a row, as the server's do on other
+    meshes. The runs' axis is never split.
 
     Args:
       mesh: from `fedvi.client_map.clients_mesh`.
       state: the state or its shapes.
       runs: its leaves have a leading `[runs]` axis.
+      spread_clients: whether every device has its own clients.
 
     Returns:
       A State of `NamedSharding`.
     """
     whole = replicated(mesh)
     lead = int(runs)
+    first = (*[None] * lead, AXIS) if spread_clients else ()
     return state._replace(
         server=jax.tree.map(lambda s: _split(mesh, s, lead, ()), state.server),
-        clients=jax.tree.map(
-            lambda s: _split(mesh, s, lead + 1, (*[None] * lead, AXIS)), state.clients
-        ),
+        clients=jax.tree.map(lambda s: _split(mesh, s, lead + 1, first), state.clients),
         round=whole,
         key=whole,
         settings=jax.tree.map(lambda _: whole, state.settings),

@@ -137,7 +137,8 @@ def test_clients_spread_over_devices_give_the_result_of_one(task, train, test, w
     algorithm, selection = algorithms.ditto(task), SELECTIONS[which](clients)
     results = []
     for mesh in (None, clients_mesh(4)):
-        federation = Federation(algorithm, train, test, selection=selection, mesh=mesh)
+        how = {"selection": selection, "mesh": mesh, "spread_clients": True}
+        federation = Federation(algorithm, train, test, **how)
         state, metrics = federation.rounds(federation.init(jax.random.key(0)), 3)
         scores = federation.evaluate_personal(state)
         placed = jax.tree.leaves((state.clients, federation.train, federation.test))

@@ -93,14 +93,17 @@ def grouped(
         )
     )
     processes.agree({"chunk_size and seeds at once": list(chosen[:2])})
-    share = padding(experiment, chosen.chunk_size, mesh.shape[AXIS])
+    stays = federation.homes is not None and experiment.selection.strata is not None
+    share = padding(experiment, chosen.chunk_size, mesh.shape[AXIS], not stays)
     if share >= 0.005:
         line = f"{chosen.reason}; {100 * share:.0f} % of a round's steps are padding"
         chosen = chosen._replace(reason=line)
     return chosen, candidates[chosen.chunk_size, chosen.runs_at_once]
 
 
-def padding(experiment: Experiment, chunk_size: int, devices: int) -> float:
+def padding(
+    experiment: Experiment, chunk_size: int, devices: int, ordered: bool = True
+) -> float:
     """`padded_share` of a round: where not all take part, the mean of cohorts that are
     drawn uniformly, whatever the selection."""
     sizes = np.asarray(experiment.data.train.size)[experiment.trained]
@@ -110,8 +113,6 @@ def padding(experiment: Experiment, chunk_size: int, devices: int) -> float:
         rng = np.random.default_rng(0)
         cohorts = [rng.choice(sizes, participants, False) for _ in range(_COHORTS)]
     training = experiment.task.training
-    # All clients stay on their devices, in order of id.
-    ordered = devices == 1 or participants < len(sizes)
     shares = [padded_share(c, training, chunk_size, devices, ordered) for c in cohorts]
     return float(np.mean(shares))
 
