@@ -1,7 +1,8 @@
 """What a compiled program does beside arithmetic, read off its HLO text.
 
 Collectives are what chips tell each other, custom calls what XLA's cost analysis may
-not count. An operation inside a loop is listed once, however often it runs.
+not count. An operation inside a loop is listed once, however often it runs; a loop of
+one turn is none.
 """
 
 import math
@@ -28,6 +29,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|"
     r"false_computation|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
 )
+_ONCE = '"known_trip_count":{"n":"1"}'
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 
 
@@ -148,7 +150,7 @@ def _in_loops(instructions: list[_Instruction]) -> set[str]:
         for _, names in _CALLED.findall(at.rest):
             called = set(re.findall(r"[\w.-]+", names))
             calls.setdefault(at.computation, set()).update(called)
-            if at.opcode == "while":
+            if at.opcode == "while" and _ONCE not in at.rest:
                 waiting |= called
     looped: set[str] = set()
     while waiting:
