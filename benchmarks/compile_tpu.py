@@ -143,16 +143,15 @@ def cells(row: dict[str, Any]) -> list[str]:
         problem = row["problem"].replace("|", "/")
         return [*lead, f"{row['outcome']}: {problem}", *["-"] * blanks]
     used, memory = row["temporary_bytes"], row["memory_bytes"]
-    fits = "" if row["fits"] else ", does not fit with the arguments"
     return [
         *lead,
         f"{row['compile_seconds']:.0f} ({row['compile_cpu_seconds']:.0f})",
-        WORDS[row["programs"] == 1 and not row["host"]],
+        "no, calls Python" if row["host"] else WORDS[row["programs"] == 1],
         _pair(row, "flops"),
         WORDS[agrees(row)],
         _pair(row, "bytes"),
         str(sum(row["custom_calls"].values())),
-        f"{used / MIB:.1f} of {memory // GIB} ({used / memory:.1%}){fits}",
+        row["problem"] or f"{used / MIB:.1f} of {memory // GIB} ({used / memory:.1%})",
         f"{row['argument_bytes'] / MIB:.1f}",
         f"{row['largest_cohort']:,}",
         {True: "ok", False: "not", None: "-"}[one_all_reduce(row)],
@@ -202,7 +201,8 @@ def markdown(report: dict[str, Any]) -> str:
         "listed once) are of one chip. The largest cohort is an estimate: all of it "
         "trained at once, temporaries linear in it, and the clients' data and states "
         "growing with it, as many clients to a participant as here. One all-reduce: "
-        "promised of a round that only sums and of clients without a state.",
+        "promised of a round that only sums and of clients without a state. Of methods "
+        "that call Python the loop over rounds stays, and all lies in it.",
         table(HEADINGS, map(cells, rows)),
     )
 

@@ -1,8 +1,7 @@
 """What a compiled program does beside arithmetic, read off its HLO text.
 
 Collectives are what chips tell each other, custom calls what XLA's cost analysis may
-not count. An operation inside a loop is listed once, however often it runs; a loop of
-one turn is none.
+not count. An operation inside a loop is listed once, however often it runs.
 """
 
 import math
@@ -29,7 +28,6 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|"
     r"false_computation|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
 )
-_ONCE = '"known_trip_count":{"n":"1"}'
 _SHAPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 
 
@@ -150,7 +148,7 @@ def _in_loops(instructions: list[_Instruction]) -> set[str]:
         for _, names in _CALLED.findall(at.rest):
             called = set(re.findall(r"[\w.-]+", names))
             calls.setdefault(at.computation, set()).update(called)
-            if at.opcode == "while" and _ONCE not in at.rest:
+            if at.opcode == "while":
                 waiting |= called
     looped: set[str] = set()
     while waiting:

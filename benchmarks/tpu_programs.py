@@ -92,6 +92,8 @@ def mesh_of(topology: str) -> Mesh:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    # A TPU belongs to one process; a compiler may have several.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     config = check_topology(topology).config
     found = topologies.get_topology_desc(topology, "tpu", chip_config_name=config)
     return Mesh(np.array(found.devices).reshape(-1), (AXIS,))
@@ -240,7 +242,8 @@ def compile_row(settings: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
       A row of the report: `outcome` is "compiled", "refused" by the method or the
-      network, "does not fit" or "does not compile", with `problem`.
+      network, "does not fit" or "does not compile"; `problem` says what is wrong, also
+      of a program that compiles and is too large with its arguments.
     """
     jax.clear_caches()
     mesh = mesh_of(settings["topology"])
@@ -284,6 +287,7 @@ def _told(program: Any, row: dict[str, Any], settings: dict[str, Any]):
     number, work = hand_count(settings)
     memory, temporaries = row["memory_bytes"], temporary_bytes(program)
     arguments = program.memory_analysis().argument_size_in_bytes
+    fits = arguments + temporaries <= memory
     at_once = together(row["cohort"], chips(settings["topology"]), None)
     found = Counter(collectives(text))
 
@@ -294,7 +298,9 @@ def _told(program: Any, row: dict[str, Any], settings: dict[str, Any]):
     return {
         "argument_bytes": arguments,
         "temporary_bytes": temporaries,
-        "fits": arguments + temporaries <= memory,
+        "problem": None
+        if fits
+        else _too_large(temporaries, memory, arguments, row["together"]),
         "largest_cohort": largest_cohort(
             memory,
             arguments,
@@ -344,6 +350,8 @@ def _too_large(used: float, limit: float, arguments: float, at_once: int) -> str
         f"chunk_size={at_once} needs {used / GIB:.2f} GiB of temporaries beside "
         f"{arguments / GIB:.2f} GiB of arguments, of {limit / GIB:.2f} GiB: "
     )
+    if arguments >= limit:
+        return line + "take fewer clients, or fewer images of each"
     # One less at least: temporaries have a part that does not grow with the clients.
     fits = min(at_once - 1, int(at_once * (limit - arguments) / used))
     if fits < 1:

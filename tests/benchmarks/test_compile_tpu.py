@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,16 +103,6 @@ def test_collectives_are_found_with_their_bytes_and_in_loops(hlo):
     ]
 
 
-def test_a_loop_of_one_turn_is_none(hlo):
-    body = "body=%body"
-    once = body + ', backend_config={"known_trip_count":{"n":"1"},"x":{}}'
-    assert [one.in_loop for one in hlo.collectives(ROUND.replace(body, once))] == (
-        [False] * 4
-    )
-    often = once.replace('"1"', '"12"')
-    assert hlo.collectives(ROUND.replace(body, often)) == hlo.collectives(ROUND)
-
-
 def test_a_collective_beside_other_work_counts_once(hlo):
     assert hlo.collectives(BESIDE_OTHER_WORK) == [
         ("all-to-all", 32, False),
@@ -168,7 +159,7 @@ def row_of(**more):
     one = {"kind": "all-reduce", "bytes": 4000, "in_loop": False, "count": 1}
     row = {"settings": settings, "outcome": "compiled", "host": False, "cohort": 16}
     row |= {"sums_only": True, "together": 4, "memory_bytes": 2**34, "programs": 1}
-    row |= {"argument_bytes": 2**20, "temporary_bytes": 2**20, "fits": True}
+    row |= {"argument_bytes": 2**20, "temporary_bytes": 2**20, "problem": None}
     row |= {"compile_seconds": 30.0, "compile_cpu_seconds": 7.0, "custom_calls": {}}
     row |= {"flops_per_image": 109.0, "hand_flops_per_image": 100.0}
     row |= {"bytes_per_image": None, "hand_bytes_per_image": 5.0, "largest_cohort": 9}
@@ -199,7 +190,16 @@ def test_what_does_not_fit_says_which_chunk_would(programs, found, fits, message
     told = programs.failure(message.replace("USED", fits), row)
     assert told["outcome"] == "does not fit"
     needs = f"chunk_size=10 needs {float(fits[:-1]):.2f} GiB .* 1.00 GiB .* 11.00 GiB"
-    assert importlib.import_module("re").search(f"{needs}: {found}", told["problem"])
+    assert re.search(f"{needs}: {found}", told["problem"])
+
+
+def test_arguments_that_are_too_large_are_no_matter_of_chunks(programs):
+    told = programs.failure(
+        "RESOURCE_EXHAUSTED: Used 40.00G of 16.00G hbm", row_of(argument_bytes=2**35)
+    )
+    assert told["problem"].endswith(
+        "of 16.00 GiB: take fewer clients, or fewer images of each"
+    )
 
 
 def test_other_failures_are_told_in_one_line(programs):
@@ -242,7 +242,7 @@ def in_a_process(code, *words):
 
 
 def test_rows_that_are_known_are_not_compiled_again():
-    rows = [row_of(), row_of(host=True, programs=2, fits=False, flops_per_image=111.0)]
+    rows = [row_of(), row_of(host=True, flops_per_image=111.0, problem="too large")]
     rows[1]["settings"]["algorithm"] = "cfl"
     code = """
 import json, sys
@@ -267,8 +267,8 @@ assert "more with fedavg" in compile_tpu.broken([broken, new])
     table = [[cell.strip() for cell in line.split("|")] for line in (first, second)]
     assert table[0][6:10] == ["30 (7)", "yes", "0.000109 / 0.0001", "yes"]
     assert table[0][10:12] == ["- / 5e-06", "0"]
-    assert table[1][7] == "no" and table[1][9] == "no"
-    assert table[1][12].endswith("does not fit with the arguments")
+    assert table[1][7] == "no, calls Python" and table[1][9] == "no"
+    assert [cells[12] for cells in table] == ["1.0 of 16 (0.0%)", "too large"]
     assert table[0][15:17] == ["ok", "all-reduce 4,000 B"]
     assert "'algorithm': 'cfl'" in kept  # all rows, after each new one
 
@@ -309,7 +309,7 @@ def test_a_round_compiles_for_chips_that_are_not_there(tmp_path):
     [row] = report["rows"]
     assert row["outcome"] == "compiled", row
     assert (row["together"], row["programs"]) == (2, 1)
-    assert row["fits"] and row["largest_cohort"] > 8
+    assert row["problem"] is None and row["largest_cohort"] > 8
     # The sums of 5 x 3 and 4 x 10 weights, of the client's weight and of its loss.
     sizes = [c["bytes"] for c in row["collectives"] if c["kind"] == "all-reduce"]
     assert max(sizes) >= 4 * (5 * 3 + 4 * 10 + 2)
