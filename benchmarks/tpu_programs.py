@@ -94,6 +94,8 @@ def mesh_of(topology: str) -> Mesh:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     # A TPU belongs to one process; a compiler may have several.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # It ends the process at a flag of CPUs; those of its own are in LIBTPU_INIT_ARGS.
+    os.environ.pop("XLA_FLAGS", None)
     config = check_topology(topology).config
     found = topologies.get_topology_desc(topology, "tpu", chip_config_name=config)
     return Mesh(np.array(found.devices).reshape(-1), (AXIS,))
