@@ -169,7 +169,7 @@ def row_of(**more):
 @pytest.mark.parametrize(
     "found, fits",
     [
-        ("about chunk_size=4 would fit", "24.00G"),
+        ("about chunk_size=4 would fit", "21.00G"),
         # In proportion 11: what was too many is not proposed again.
         ("about chunk_size=9 would fit", "9.00G"),
         ("not one client fits", "126.45G"),
