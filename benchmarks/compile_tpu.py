@@ -149,7 +149,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "no, calls Python" if row["host"] else WORDS[row["programs"] == 1],
         _pair(row, "flops"),
         WORDS[agrees(row)],
-        _pair(row, "bytes"),
+        _pair(row, "bytes", stands=agrees(row)),
         str(sum(row["custom_calls"].values())),
         row["problem"] or f"{used / MIB:.1f} of {memory // GIB} ({used / memory:.1%})",
         f"{row['argument_bytes'] / MIB:.1f}",
@@ -167,9 +167,10 @@ def agrees(row: dict[str, Any]) -> bool | None:
     return abs(counted / by_hand - 1) <= AGREE
 
 
-def _pair(row: dict[str, Any], what: str) -> str:
+def _pair(row: dict[str, Any], what: str, stands: bool | None = True) -> str:
     values = row[f"{what}_per_image"], row[f"hand_{what}_per_image"]
-    return " / ".join("-" if v is None else f"{v / 1e6:.3g}" for v in values)
+    counted, by_hand = ("-" if v is None else f"{v / 1e6:.3g}" for v in values)
+    return f"{counted if stands else f'({counted})'} / {by_hand}"
 
 
 def _collective(one: dict[str, Any]) -> str:
@@ -195,8 +196,8 @@ def markdown(report: dict[str, Any]) -> str:
         "a chip trains at once (of an evaluation one batch, of a personal one both), "
         "over the step's images, with what is done once a round. By hand: FedAvg's "
         "step, or a forward pass. Bytes, of padded arrays, stand only where the FLOPs "
-        f"are within {AGREE:.0%}; -: not known, or negative. Custom calls may not be "
-        f"counted; all of them: {named}.",
+        f"are within {AGREE:.0%}: others in brackets. -: not known, or negative. "
+        f"Custom calls may not be counted; all of them: {named}.",
         "Temporaries, arguments and bytes of collectives (of their results, each "
         "listed once) are of one chip. The largest cohort is an estimate: all of it "
         "trained at once, temporaries linear in it, and the clients' data and states "
