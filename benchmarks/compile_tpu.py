@@ -170,7 +170,9 @@ def agrees(row: dict[str, Any]) -> bool | None:
 def _pair(row: dict[str, Any], what: str, stands: bool | None = True) -> str:
     values = row[f"{what}_per_image"], row[f"hand_{what}_per_image"]
     counted, by_hand = ("-" if v is None else f"{v / 1e6:.3g}" for v in values)
-    return f"{counted if stands else f'({counted})'} / {by_hand}"
+    if not stands and counted != "-":
+        counted = f"({counted})"
+    return f"{counted} / {by_hand}"
 
 
 def _collective(one: dict[str, Any]) -> str:
