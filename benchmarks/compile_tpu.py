@@ -18,9 +18,12 @@ FedAvg's step for every method.
 
 import itertools
 import json
+import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -240,11 +243,29 @@ def wanted() -> list[dict[str, Any]]:
     return [common | dict(zip(AXES, point)) for point in itertools.product(*axes)]
 
 
+def set_up() -> None:
+    """JAX's settings, of this process and of those that compile."""
+    jax.config.update("jax_platforms", "cpu")
+    # What compilation costs is to be seen.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def compile_apart(settings: dict[str, Any]) -> dict[str, Any]:
+    """`compile_row` in a process of its own, which libtpu ends where it fails."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=set_up) as pool:
+        try:
+            return pool.submit(compile_row, settings).result()
+        except BrokenProcessPool:
+            problem = "libtpu ended the process, with what it printed above"
+            return {"outcome": "does not compile", "problem": problem}
+
+
 def rows_of(
     settings: list[dict[str, Any]],
     known: list[dict[str, Any]],
     keep: Callable = lambda rows: None,
-    compile_one: Callable = compile_row,
+    compile_one: Callable = compile_apart,
 ) -> list[dict[str, Any]]:
     """All rows, each printed as it comes; those known are not compiled again.
 
@@ -295,9 +316,7 @@ def measure() -> dict[str, Any]:
 
 
 def main(argv):
-    jax.config.update("jax_platforms", "cpu")
-    # What compilation costs is to be seen.
-    jax.config.update("jax_enable_compilation_cache", False)
+    set_up()
     machine, found = run(argv, measure)
     report = {"machine": machine, **found}
     save(report, FLAGS.out)
