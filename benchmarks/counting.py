@@ -32,6 +32,7 @@ __all__ = [
     "Layer",
     "Work",
     "layers_of",
+    "least_forward",
     "least_round",
     "least_step",
     "moved_bytes",
@@ -168,6 +169,31 @@ def least_step(
         flops=batch_size * flops + 2 * (1 + moments) * parameters,
         activation_bytes=batch_size * (activation_bytes * moved + raw),
         parameter_bytes=FLOAT32 * parameter_values,
+    )
+
+
+def least_forward(
+    layers: list[Layer],
+    batch_size: float,
+    *,
+    activation_bytes: int = FLOAT32,
+    input_bytes: int = FLOAT32,
+) -> Work:
+    """One client's forward pass of a minibatch, as an evaluation does it.
+
+    Args:
+      layers: from `layers_of`.
+      batch_size: examples.
+      activation_bytes: as for `least_step`.
+      input_bytes: see there.
+    """
+    written = sum(layer.outputs for layer in layers)
+    read = sum(layer.inputs for layer in layers[1:])
+    raw = layers[0].inputs * input_bytes
+    return Work(
+        flops=batch_size * sum(2 * layer.multiply_adds for layer in layers),
+        activation_bytes=batch_size * (activation_bytes * (written + read) + raw),
+        parameter_bytes=FLOAT32 * sum(layer.parameters for layer in layers),
     )
 
 

@@ -121,6 +121,17 @@ def test_a_round_is_its_steps_and_the_average(counting):
     assert work.parameter_bytes == 4 * moved
 
 
+def test_a_forward_pass_reads_writes_and_multiplies_once(counting, floors):
+    model = nn.build("mlp", classes=2, input_shape=(40,), hidden=(30,))
+    layers = counting.layers_of(model, (40,))
+    work = counting.least_forward(layers, 7, activation_bytes=2, input_bytes=1)
+    assert work.activation_bytes == 7 * (2 * (30 + 30 + 2) + 40)
+    assert work.parameter_bytes == 4 * (41 * 30 + 31 * 2)
+    params = model.init(jax.random.key(0))
+    by_xla = floors.xla_cost(jax.jit(model.apply).lower(params, jnp.zeros((7, 40))))
+    assert 1 <= by_xla["flops"] / work.flops < 1.1
+
+
 def test_weights_outside_the_known_layers_are_not_passed_over(counting):
     class Scaled(linen.Module):
         classes: int
