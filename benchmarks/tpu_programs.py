@@ -14,13 +14,13 @@ import numpy as np
 from federations import random_clients
 from hlo import collectives, custom_calls
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fedvi
 from fedvi import algorithms, nn, selection
-from fedvi.client_map import AXIS
+from fedvi.client_map import AXIS, layout
 from fedvi.experiment.chunking import temporary_bytes
-from fedvi.placement import replicated
+from fedvi.placement import places, resized
 
 __all__ = [
     "check_compiler",
@@ -102,10 +102,12 @@ def mesh_of(topology: str) -> Mesh:
 
 
 def placed(mesh: Mesh, data: Any) -> Any:
-    """Shapes and places of clients' data: whole on every chip."""
-    whole = replicated(mesh)
+    """Shapes and places of clients' data: a part of the clients on each chip."""
+    part = NamedSharding(mesh, PartitionSpec(AXIS))
+    shapes = jax.eval_shape(lambda: data)
+    shapes = resized(shapes, 0, places(mesh, len(data.size)))
     return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), data
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=part), shapes
     )
 
 
@@ -161,15 +163,17 @@ def federation_of(settings: dict[str, Any], mesh: Mesh) -> fedvi.Federation:
         chunk_size=settings["chunk_size"] or None,
     )
     return federation.variant(
-        mesh=mesh, train=placed(mesh, train), test=placed(mesh, test)
+        mesh=mesh,
+        homes=mesh if mesh.size > 1 else None,
+        places=places(mesh, clients),
+        train=placed(mesh, train),
+        test=placed(mesh, test),
     )
 
 
 def together(cohort: int, chips: int, chunk_size: int | None) -> int:
     """Clients that a chip trains at once, as `fedvi.client_map.map_reduce` has it."""
-    each = -(-cohort // chips)
-    chunks = -(-each // min(chunk_size or each, each))
-    return -(-each // chunks)
+    return layout(cohort, chunk_size, chips)[1]
 
 
 def hand_count(settings: dict[str, Any]) -> tuple[int, counting.Work | None]:
@@ -370,10 +374,11 @@ def one_all_reduce(row: dict[str, Any]) -> bool | None:
     """Whether a round has one all-reduce and no other collective.
 
     None of a program of which that is not promised: evaluations, clients that keep a
-    state, servers that get every upload, a single chip.
+    state, servers that get every upload, a part of the clients, a single chip.
     """
     of = row["settings"]
     promised = of["program"] == "rounds" and row.get("sums_only")
+    promised = promised and row.get("cohort") == of["clients"]
     if not promised or row["outcome"] != "compiled" or chips(of["topology"]) == 1:
         return None
     return [(c["kind"], c["count"]) for c in row["collectives"]] == [("all-reduce", 1)]

@@ -147,7 +147,8 @@ def halves_of(batch: Batch) -> tuple[Batch, Batch]:
     """
     if batch.mask.shape[0] < 2:
         return batch, batch._replace(mask=jnp.zeros_like(batch.mask))
-    return tuple(Batch(*(leaf[start::2] for leaf in batch)) for start in (0, 1))
+    places = jnp.arange(batch.mask.shape[0])
+    return tuple(Batch(*(leaf[places[start::2]] for leaf in batch)) for start in (0, 1))
 
 
 def point_estimate(
