@@ -1034,7 +1034,8 @@ class Federation(BaseFederation):
         order = VisitOrder()
         stays = here and self.homes is not None
         if self.sorts_visits and sizes is not None and not stays:
-            order = by_size(sizes[ids], self.chunk_size, self._devices)
+            own = jnp.asarray(sizes)[ids]  # of pure_rounds, whose data may be NumPy's
+            order = by_size(own, self.chunk_size, self._devices)
             ids = order.of_visits(ids)
         if self.homes is not None and not everyone:
             slots = jnp.arange(places(self.homes, count))
