@@ -255,11 +255,17 @@ def brought(tree, ids, mesh: Mesh, here: bool):
 
         def send(a):
             if is_key(a):
-                return jax.random.wrap_key_data(send(jax.random.key_data(a)))
+                bits = send(jax.random.key_data(a))
+                return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(a))
+            if a.dtype == bool:
+                return send(a.astype(jnp.uint8)).astype(bool)
+            if jnp.issubdtype(a.dtype, jnp.floating):  # as bits, also of -0 and NaN
+                whole = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+                bits = send(jax.lax.bitcast_convert_type(a, whole))
+                return jax.lax.bitcast_convert_type(bits, a.dtype)
             mask = own.reshape(-1, *[1] * (a.ndim - 1))
             found = jnp.where(mask, a[jnp.where(own, ids - first, 0)], 0)
-            sent = found.astype(jnp.uint8) if a.dtype == bool else found
-            return jax.lax.psum_scatter(sent, AXIS, tiled=True).astype(a.dtype)
+            return jax.lax.psum_scatter(found, AXIS, tiled=True)
 
         return jax.tree.map(send, tree)
 

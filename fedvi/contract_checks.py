@@ -221,7 +221,7 @@ def check_selection(algorithm: Algorithm, selection: Selection) -> None:
         known = ", ".join(algorithm.importance) or "none"
         raise ValueError(
             f"selection by measure={selection.measure!r}: {algorithm.name} has "
-            f"{known}; use uniform or round_robin, or one of those"
+            f"{known}; use uniform, stratified or round_robin, or one of those"
         )
     _check_ids(selection)
     everyone = selection.candidates

@@ -498,14 +498,15 @@ class BaseFederation:
         return state._replace(clients=clients)
 
     def placed(self, state: State) -> State:
-        """The way back of `portable`, onto the devices."""
+        """The way back of `portable`, onto the devices of a mesh."""
         clients = resized(state.clients, state.key.ndim, self.places)
-        if self.mesh is None:
-            return state._replace(clients=clients)
-        runs = len(state.key) if state.key.ndim else None
-        where = self.shapes(runs).clients
-        clients = jax.tree.map(lambda s, p: put(s, p.sharding), clients, where)
-        return state._replace(clients=clients)
+        state, settings = state._replace(clients=clients, settings=()), state.settings
+        if self.mesh is not None:
+            where = self.shapes(len(state.key) if state.key.ndim else None)
+            where = where._replace(settings=())
+            state = jax.tree.map(lambda s, p: put(s, p.sharding), state, where)
+            settings = replicate(self.mesh, settings)
+        return state._replace(settings=settings)
 
     def _check_key(self, key) -> None:
         if not is_key(key):
@@ -587,7 +588,7 @@ class BaseFederation:
           outputs: of `visit.participate`, leaves `[cohort, ...]`.
         """
         algorithm, weight = self.algorithm, sums["weight"]
-        participants = sums["participants"].astype(jnp.float32)
+        participants = sums["participants"]
         common = participants, self.population
         if algorithm.reduce == "stack":
             aggregate = StackedAggregate(
@@ -816,11 +817,12 @@ class Federation(BaseFederation):
     def _evaluate(self, name: str, state: State, *data_sets: ClientData) -> Any:
         self._check_state(state)
         for i, data in enumerate(data_sets):
-            if data is not self.test:
+            if data is not self.test and data is not self.train:
                 checks.client_data(f"data_sets[{i}]", data)
                 checks.same_clients(self.clients, len(data.size), f"data_sets[{i}]")
         data_sets = tuple(
-            data if data is self.test else self._at_home(data) for data in data_sets
+            data if data is self.test or data is self.train else self._at_home(data)
+            for data in data_sets
         )
         results = self._program(name, state, self.train, *data_sets)
         return self._evaluated(name, results)
@@ -930,7 +932,13 @@ class Federation(BaseFederation):
     def pure_personal_model(self, state: State, train: ClientData, client):
         """What `client` predicts with, by `Algorithm.personalise`."""
         call = Call(state.key, state.round, state.server)
-        one = self._visit((state.clients, train), client)
+        residents = state.clients, train
+        if self.homes is None:
+            one = self._visit(residents, client)
+        else:  # one row to each device, and not all rows to all of them
+            asked = jnp.full(self._devices, client)
+            rows = brought(residents, asked, self.homes, here=False)
+            one = self._visit(rows, 0)._replace(id=client)
         call = visit.told(self.algorithm, call, client)
         return visit.personal_model(self.algorithm, self._evaluation, call, one)
 
@@ -1018,6 +1026,12 @@ class Federation(BaseFederation):
         after = state._replace(server=server, clients=clients, round=state.round + 1)
         return after, info
 
+    @property
+    def stays_home(self) -> bool:
+        """Whether a round's participants train on the devices that hold their data."""
+        strata = self.selection.strata or 1
+        return strata == self.clients or strata % self._devices == 0
+
     def _cohort(self, ids: jax.Array | None, sizes: Any = None) -> "_Cohort":
         """Clients to visit, those of like sizes together where they can be moved.
 
@@ -1029,11 +1043,9 @@ class Federation(BaseFederation):
         count = self.clients if everyone else len(ids)
         if everyone:
             ids = jnp.arange(self.places)
-        strata, whole = self.selection.strata or 1, self.places == self.clients
-        here = everyone or (strata % self._devices == 0 and whole)
+        here = everyone or self.stays_home
         order = VisitOrder()
-        stays = here and self.homes is not None
-        if self.sorts_visits and sizes is not None and not stays:
+        if sizes is not None and self.sorts_visits and (self.homes is None or not here):
             own = jnp.asarray(sizes)[ids]  # of pure_rounds, whose data may be NumPy's
             order = by_size(own, self.chunk_size, self._devices)
             ids = order.of_visits(ids)
@@ -1126,7 +1138,8 @@ class Federation(BaseFederation):
             return (), one(self.algorithm, self._evaluation, call, visited)
 
         # Training data, then what is looked at: the one is read where models adapt.
-        sizes = data_sets[1 if name in ("evaluate", "predictions") else 0].size
+        looked_at = data_sets[1:] if name in ("evaluate", "predictions") else ()
+        sizes = (looked_at or data_sets)[0].size
         cohort = self._cohort(None, sizes)
         found = self._visits(score, call, cohort, state.clients, *data_sets)[1]
         return cohort.in_order(found)

@@ -48,12 +48,20 @@ def resized(tree: Any, axis: int, length: int) -> Any:
             return a
         if isinstance(a, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, a.dtype)
+        if is_key(a):
+            return _by_bits(leaf, a)
         host = np.asarray(a)
         kept = host.take(range(min(length, host.shape[axis])), axis)
         pad = [(0, n - m) for n, m in zip(shape, kept.shape)]
         return np.pad(kept, pad)
 
     return jax.tree.map(leaf, tree)
+
+
+def _by_bits(function, keys: jax.Array) -> jax.Array:
+    """What a function of arrays makes of typed keys."""
+    bits = jnp.asarray(function(jax.random.key_data(keys)))
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(keys))
 
 
 def spread(mesh: Mesh, tree: Any) -> Any:
@@ -141,6 +149,8 @@ def on_host(leaf: jax.Array) -> jax.Array | np.ndarray:
         return leaf
     if leaf.is_fully_replicated:
         return leaf.addressable_data(0)
+    if is_key(leaf):
+        return _by_bits(on_host, leaf)
     return multihost_utils.process_allgather(leaf, tiled=True)
 
 

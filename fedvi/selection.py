@@ -227,9 +227,10 @@ def stratified(
     without replacement.
 
     Every candidate has the chance of `uniform` where the parts have as many of them,
-    but no cohort has more of one part than of another: a mean over the cohort varies
-    less, or as much, by what parts differ in. Over as many devices, or fewer that
-    divide the strata, all data stay where they lie.
+    but no cohort has more of one part than of another: a mean over the cohort does not
+    vary by what parts differ in. Where they do not differ it varies a little more than
+    that of `uniform`, of the order of one over a part's clients. Over as many devices,
+    or fewer that divide the strata, all data stay where they lie.
 
     Args:
       clients: number of clients of the federation.

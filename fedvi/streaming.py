@@ -122,7 +122,7 @@ class StreamedFederation(BaseFederation):
             raise ValueError(
                 f"selection by measure={selection.measure!r} needs a report of "
                 "all clients in every round: use Federation (run without --stream), or "
-                "uniform or round_robin"
+                "uniform, stratified or round_robin"
             )
         super().__init__(
             algorithm,

@@ -21,6 +21,7 @@ from fedvi.placement import (
     put,
     replicate,
     replicated,
+    resized,
     spread,
     state_shardings,
 )
@@ -143,10 +144,20 @@ def test_clients_spread_over_devices_give_the_result_of_one(task, train, test, w
         scores = federation.evaluate_personal(state)
         placed = jax.tree.leaves((state.clients, federation.train, federation.test))
         whole = federation.portable(state)
-        back = federation.portable(federation.placed(whole)).clients
-        jax.tree.map(np.testing.assert_array_equal, back, whole.clients)
+        back = federation.placed(jax.tree.map(jnp.copy, whole))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            federation.portable(back).clients,
+            whole.clients,
+        )
+        if mesh is not None:
+            assert jax.tree.map(lambda a: a.sharding, back) == jax.tree.map(
+                lambda a: a.sharding, state
+            )
+        own = federation.predict(state, np.asarray(test.x[1]), client=1)
         key = jax.random.key_data(state.key)
-        results.append(jax.device_get((whole._replace(key=key), metrics, scores)))
+        found = whole._replace(key=key), metrics, scores, own
+        results.append(jax.device_get(found))
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
     assert all(a.addressable_shards[0].data.shape[0] * 4 == len(a) for a in placed)
     compiled = federation.compile("rounds", federation.shapes(), n=1).as_text()
@@ -162,7 +173,8 @@ def test_what_is_brought_from_another_device_is_as_it_was():
         "key": jax.random.split(jax.random.key(3), 8),
         "flag": np.arange(8) % 3 == 0,
         "byte": np.arange(16, dtype=np.uint8).reshape(8, 2),
-        "number": np.array([np.nan, np.inf, -1, 2, 3, 4, 5, 6], np.float32),
+        "number": np.array([np.nan, np.inf, -1, -0.0, 3, 4, 5, 6], np.float32),
+        "half": jnp.arange(8, dtype=jnp.bfloat16) / 3,
     }
     ids = jnp.array([7, 0, 3, 3])
     found = jax.jit(partial(brought, mesh=mesh, here=False))(spread(mesh, rows), ids)
@@ -172,3 +184,13 @@ def test_what_is_brought_from_another_device_is_as_it_was():
         if name == "key":
             wanted, leaf = map(jax.random.key_data, (wanted, leaf))
         np.testing.assert_array_equal(leaf, wanted)
+    assert np.signbit(np.asarray(found["number"]))[2]
+
+
+def test_places_of_no_client_are_added_and_left_out():
+    rows = {"key": jax.random.split(jax.random.key(3), 7), "number": np.arange(7)}
+    more = resized(rows, 0, 8)
+    assert more["key"].shape == (8,) and more["number"].tolist() == [*range(7), 0]
+    back = resized(more, 0, 7)
+    assert (back["key"] == rows["key"]).all()
+    np.testing.assert_array_equal(back["number"], rows["number"])

@@ -93,7 +93,7 @@ def grouped(
         )
     )
     processes.agree({"chunk_size and seeds at once": list(chosen[:2])})
-    stays = federation.homes is not None and experiment.selection.strata is not None
+    stays = federation.homes is not None and federation.stays_home
     share = padding(experiment, chosen.chunk_size, mesh.shape[AXIS], not stays)
     if share >= 0.005:
         line = f"{chosen.reason}; {100 * share:.0f} % of a round's steps are padding"
