@@ -130,7 +130,10 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if not getattr(leaf, "is_fully_addressable", True):
-        return jax.device_put(leaf, sharding)  # lies on the devices of all already
+        # It lies on the devices of all already, as a rule as it should.
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+        return jax.device_put(leaf, sharding)
     if is_key(leaf):
         data = put(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
