@@ -6,10 +6,14 @@ names, shapes and initialisers are those of `flax.linen`, so that weights move
 freely between the two. Images are `[batch, height, width, channels]`.
 """
 
+from functools import partial
+from itertools import compress
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 __all__ = [
     "BatchNorm",
@@ -56,31 +60,22 @@ class Conv(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         _check(self.kernel_size, self.strides, self.padding)
+        image = x.shape[1:3]
         shape = (*self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        weights = kernel.reshape(-1, self.features)
         x = _padded(x, self.kernel_size, self.strides, self.padding)
-        # A product of two matrices is faster than one with four-dimensional patches.
-        if x.shape[-1] < FEW_CHANNELS and jax.default_backend() == "cpu":
-            patches = x.transpose(3, 0, 1, 2)
-            # Columns, then rows of them: 10 copies of pixels for a 5x5 kernel, not 25.
-            for axis, size in ((3, self.kernel_size[1]), (2, self.kernel_size[0])):
-                shifts = _shifts(patches, axis, size, self.strides)
-                patches = jnp.concatenate(shifts, axis=0)
-            shape = patches.shape[1:]
-            y = weights.T @ patches.reshape(patches.shape[0], -1)
-            # The barrier keeps XLA from taking the product the other way round, at 5
-            # instead of 16 GFLOP/s for LeNet's first layer (one AMD EPYC core).
-            y = lax.optimization_barrier(y).T
+        if jax.default_backend() != "cpu":
+            y = _by_patches(x, kernel, self.strides)
+        elif x.shape[-1] < FEW_CHANNELS:
+            y = _by_rows(x, kernel, self.strides)
+        elif max(self.kernel_size) > 1 and _fits(self.kernel_size, image):
+            y = _shared_natively(x, kernel, self.strides)
         else:
-            taps = _taps(x, self.kernel_size, self.strides)
-            patches = jnp.concatenate(taps, axis=-1)
-            shape = patches.shape[:-1]
-            y = patches.reshape(-1, patches.shape[-1]) @ weights
+            y = _by_patches(x, kernel, self.strides)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
-            y = _add(y, bias[None])
-        return y.reshape(*shape, self.features)
+            y = _add(y, bias[None, None, None])
+        return y
 
 
 class DepthwiseConv(nn.Module):
@@ -192,6 +187,75 @@ def global_avg_pool(x: jax.Array) -> jax.Array:
     return x.mean(axis=(1, 2))
 
 
+# Ways to convolve images `[batch, h, w, in]`, padded before, with one kernel
+# `[kernel h, kernel w, in, features]`: each gives `[batch, h', w', features]`.
+
+
+def _by_patches(x: jax.Array, kernel: jax.Array, strides: int) -> jax.Array:
+    patches = jnp.concatenate(_taps(x, kernel.shape[:2], strides), axis=-1)
+    # A product of two matrices is faster than one with four-dimensional patches.
+    weights = kernel.reshape(-1, kernel.shape[-1])
+    y = patches.reshape(-1, patches.shape[-1]) @ weights
+    return y.reshape(*patches.shape[:-1], -1)
+
+
+def _by_rows(x: jax.Array, kernel: jax.Array, strides: int) -> jax.Array:
+    """By patches of few channels, copied by rows of pixels."""
+    patches = x.transpose(3, 0, 1, 2)
+    # Columns, then rows of them: 10 copies of pixels for a 5x5 kernel, not 25.
+    for axis, size in ((3, kernel.shape[1]), (2, kernel.shape[0])):
+        shifts = _shifts(patches, axis, size, strides)
+        patches = jnp.concatenate(shifts, axis=0)
+    weights = kernel.reshape(-1, kernel.shape[-1])
+    y = weights.T @ patches.reshape(patches.shape[0], -1)
+    # The barrier keeps XLA from taking the product the other way round, at 5
+    # instead of 16 GFLOP/s for LeNet's first layer (one AMD EPYC core).
+    return lax.optimization_barrier(y).T.reshape(*patches.shape[1:], -1)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _shared_natively(x: jax.Array, kernel: jax.Array, strides: int) -> jax.Array:
+    """XLA's convolution where clients share the kernel and nothing is differentiated.
+
+    Such are evaluations, and bodies under a head that is trained alone. XLA is slow at
+    one kernel for each client, and at gradients: there, by patches.
+    """
+    return _native_if_shared(x, kernel, strides)
+
+
+@partial(_shared_natively.defjvp, symbolic_zeros=True)
+def _differentiated(strides, primals, tangents):
+    moves = [not isinstance(t, SymbolicZero) for t in tangents]
+
+    def convolve(*moving):
+        given = iter(moving)
+        x, kernel = (next(given) if m else p for m, p in zip(moves, primals))
+        return _by_patches(x, kernel, strides)
+
+    chosen = [list(compress(values, moves)) for values in (primals, tangents)]
+    return jax.jvp(convolve, *chosen)
+
+
+def _native_if_shared(x: jax.Array, kernel: jax.Array, strides: int) -> jax.Array:
+    @jax.custom_batching.custom_vmap
+    def convolve(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, kernel, (strides,) * 2, "VALID", dimension_numbers=numbers
+        )
+
+    @convolve.def_vmap
+    def over_clients(clients, spread, x, kernel):
+        if spread[1]:
+            axes = [0 if s else None for s in spread]
+            one = partial(_by_patches, strides=strides)
+            return jax.vmap(one, axes)(x, kernel), True
+        y = convolve(x.reshape(-1, *x.shape[2:]), kernel)
+        return y.reshape(clients, -1, *y.shape[1:]), True
+
+    return convolve(x, kernel)
+
+
 def _add(y: jax.Array, bias: jax.Array) -> jax.Array:
     """In float32: the bias's gradient is a sum over all pixels of a batch."""
     wide = y.astype(jnp.float32) + bias.astype(jnp.float32)
@@ -239,12 +303,16 @@ def _padded(
     image = x.shape[1:3]
     pads = lax.padtype_to_pads(image, kernel_size, (strides,) * 2, padding)
     x = jnp.pad(x, [(0, 0), *pads, (0, 0)])
-    if any(size < kernel for size, kernel in zip(x.shape[1:3], kernel_size)):
+    if not _fits(kernel_size, x.shape[1:3]):
         raise ValueError(
             f"kernel_size={kernel_size} is larger than the {image[0]}x{image[1]} "
             "image: use a smaller kernel, larger images or padding='SAME'"
         )
     return x
+
+
+def _fits(kernel_size: tuple[int, int], image: tuple[int, ...]) -> bool:
+    return all(kernel <= size for kernel, size in zip(kernel_size, image))
 
 
 def _taps(x: jax.Array, kernel_size: tuple[int, int], strides: int) -> list[jax.Array]:
