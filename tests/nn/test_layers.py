@@ -106,6 +106,42 @@ def test_convolutions_equal_flax_alone_and_per_client(depthwise, channels):
     assert_trees_close(alone, jax.tree.map(lambda v: v[0], theirs))
 
 
+def test_a_kernel_that_clients_share_convolves_all_their_images_at_once():
+    layer, theirs = Conv(5, (3, 3), 2), flax_conv(5, (3, 3), 2, "SAME", True)
+    shape = (CLIENTS, BATCH, 6, 7, layers.FEW_CHANNELS)
+    x, moved = random_like([jax.ShapeDtypeStruct(shape, np.float32)] * 2, 0)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x[0])["params"]
+    params = random_like(shapes, 1)
+    own = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
+
+    def forward(params, x):
+        return layer.apply({"params": params}, x)
+
+    def slope(params, x):  # of what follows the layer too
+        return jax.jvp(lambda x: jnp.sin(forward(params, x)), (x,), (moved[0],))[1]
+
+    shared = jax.vmap(forward, (None, 0))
+    gradient = jax.grad(lambda params, x: jnp.sin(shared(params, x)).sum())
+
+    of_each = jax.vmap(forward)
+    native = "conv_general_dilated["
+    for function, given, times in [
+        (shared, params, 1),
+        (of_each, own, 0),
+        (gradient, params, 0),
+    ]:
+        assert str(jax.make_jaxpr(function)(given, x)).count(native) == times
+    expected = partial(theirs.apply, {"params": params})
+    assert_trees_close(shared(params, x), jax.vmap(expected)(x))
+    reverse = jax.vjp(lambda x: jnp.sin(expected(x)), x[0])[1]
+    forwards = slope(params, x[0])
+    np.testing.assert_allclose(
+        jnp.vdot(forwards, forwards),
+        jnp.vdot(reverse(forwards)[0], moved[0]),
+        rtol=1e-4,
+    )
+
+
 def test_initialisers_are_those_of_flax():
     x = jnp.zeros((1, 2, 2, CHANNELS))
     pairs = [
