@@ -93,6 +93,20 @@ def test_rounds_are_timed_with_chunks_by_id_and_by_size(tmp_path):
 
 
 @pytest.mark.long
+def test_shared_weights_are_timed_both_ways(tmp_path):
+    out = tmp_path / "tiny"
+    work = ["--case=vgg fedavg evaluate", "--clients=1", "--examples=2", "--turns=1"]
+    process = run("shared_weights.py", *work, f"--out={out}")
+    assert process.returncode == 0, process.stderr
+    (row,) = json.loads(out.with_suffix(".json").read_text())["rows"]
+    seconds = row["cpu_seconds"]
+    ratio = seconds["native"]["median"] / seconds["patches"]["median"]
+    assert row["ratio"]["median"] == pytest.approx(ratio)
+    assert out.with_suffix(".md").read_text() in process.stdout
+    assert run("shared_weights.py", "--case=vgg fedavg").returncode == 1
+
+
+@pytest.mark.long
 def test_server_updates_move_what_their_closed_forms_read_and_write(tmp_path):
     out = tmp_path / "tiny"
     sizes = ["--size=4000", "--calls=1", "--clients=2", "--participants=1"]
