@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from fedvi.keys import is_key
+from fedvi.keys import by_bits, is_key
 
 __all__ = [
     "AXIS",
@@ -248,15 +248,12 @@ def brought(tree, ids, mesh: Mesh, here: bool):
         places = jax.tree.leaves(tree)[0].shape[0]
         first = jax.lax.axis_index(AXIS) * places
         if here:
-            n = ids.size // mesh.shape[AXIS]
-            ids = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index(AXIS) * n, n)
             return jax.tree.map(lambda a: a[ids - first], tree)
         own = (first <= ids) & (ids < first + places)
 
         def send(a):
             if is_key(a):
-                bits = send(jax.random.key_data(a))
-                return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(a))
+                return by_bits(send, a)
             if a.dtype == bool:
                 return send(a.astype(jnp.uint8)).astype(bool)
             if jnp.issubdtype(a.dtype, jnp.floating):  # as bits, also of -0 and NaN
@@ -269,7 +266,7 @@ def brought(tree, ids, mesh: Mesh, here: bool):
 
         return jax.tree.map(send, tree)
 
-    return _spread(on_device, mesh, 1)(tree, ids)
+    return _spread(on_device, mesh, 1, here)(tree, ids)
 
 
 def taken_back(tree, ids, rows, mesh: Mesh, here: bool):
@@ -286,10 +283,7 @@ def taken_back(tree, ids, rows, mesh: Mesh, here: bool):
     def on_device(tree, rows, ids):
         places = jax.tree.leaves(tree)[0].shape[0]
         first = jax.lax.axis_index(AXIS) * places
-        if here:
-            n = ids.size // mesh.shape[AXIS]
-            ids = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index(AXIS) * n, n)
-        else:
+        if not here:
             rows = jax.tree.map(lambda r: jax.lax.all_gather(r, AXIS, tiled=True), rows)
         own = (first <= ids) & (ids < first + places)
         at = jnp.where(own, ids - first, places)
@@ -297,15 +291,17 @@ def taken_back(tree, ids, rows, mesh: Mesh, here: bool):
 
     if not jax.tree.leaves(tree):  # clients that keep nothing
         return tree
-    return _spread(on_device, mesh, 2)(tree, rows, ids)
+    return _spread(on_device, mesh, 2, here)(tree, rows, ids)
 
 
-def _spread(function: Callable, mesh: Mesh, spread: int):
-    """On every device: its parts of the first arguments, and the whole last one."""
+def _spread(function: Callable, mesh: Mesh, spread: int, last: bool):
+    """On every device: its parts of the first arguments; the last one whole, or its
+    part too."""
+    part = PartitionSpec(AXIS)
     return jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(*[PartitionSpec(AXIS)] * spread, PartitionSpec()),
+        in_specs=(*[part] * spread, part if last else PartitionSpec()),
         out_specs=PartitionSpec(AXIS),
         axis_names={AXIS},
         check_vma=False,

@@ -7,12 +7,13 @@ as alone: Threefry, whatever JAX's default is.
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["GENERATOR", "Purpose", "derive", "is_key", "root_key"]
+__all__ = ["GENERATOR", "Purpose", "by_bits", "derive", "is_key", "root_key"]
 
 GENERATOR = "threefry2x32"
 """The generator of every run. XLA's own (`rbg`, `unsafe_rbg`) draws other numbers in a
@@ -61,3 +62,9 @@ def derive(root, purpose: Purpose, round_index=0, client_id=0, *numbers):
 def is_key(leaf: Any) -> bool:
     """Whether a leaf, an array or its shape, is one or several typed PRNG keys."""
     return jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+
+
+def by_bits(function: Callable, keys: jax.Array) -> jax.Array:
+    """What a function of plain arrays makes of typed keys."""
+    bits = jnp.asarray(function(jax.random.key_data(keys)))
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(keys))

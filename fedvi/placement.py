@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from fedvi.client_map import AXIS, MODEL_AXIS, devices_of
 from fedvi.flat import trees
-from fedvi.keys import is_key
+from fedvi.keys import by_bits, is_key
 from fedvi.nn import Model
 
 __all__ = [
@@ -49,19 +49,13 @@ def resized(tree: Any, axis: int, length: int) -> Any:
         if isinstance(a, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, a.dtype)
         if is_key(a):
-            return _by_bits(leaf, a)
+            return by_bits(leaf, a)
         host = np.asarray(a)
         kept = host.take(range(min(length, host.shape[axis])), axis)
         pad = [(0, n - m) for n, m in zip(shape, kept.shape)]
         return np.pad(kept, pad)
 
     return jax.tree.map(leaf, tree)
-
-
-def _by_bits(function, keys: jax.Array) -> jax.Array:
-    """What a function of arrays makes of typed keys."""
-    bits = jnp.asarray(function(jax.random.key_data(keys)))
-    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(keys))
 
 
 def spread(mesh: Mesh, tree: Any) -> Any:
@@ -135,8 +129,7 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
             return leaf
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
-        data = put(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return by_bits(lambda bits: put(bits, sharding), leaf)
     host = np.asarray(leaf)
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: jnp.array(host[index])
@@ -153,7 +146,7 @@ def on_host(leaf: jax.Array) -> jax.Array | np.ndarray:
     if leaf.is_fully_replicated:
         return leaf.addressable_data(0)
     if is_key(leaf):
-        return _by_bits(on_host, leaf)
+        return by_bits(on_host, leaf)
     return multihost_utils.process_allgather(leaf, tiled=True)
 
 
