@@ -61,7 +61,7 @@ class FedviRounds:
             mean, std = arrays["mean"], arrays["std"]
         clients = len(train.size)
         network = (native_networks if native_conv else nn).build(
-            model,
+            "pfl_network:TwoConvolutions" if model == "pfl_cnn" else model,
             classes=classes,
             input_shape=train.x.shape[2:],
             preprocess=standardise(mean, std),
@@ -95,6 +95,7 @@ class FedviRounds:
             "fedvi": fedvi.__version__,
             **{name: version(name) for name in names},
             "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
         }
 
     def _start_with(self, params_file):
@@ -167,22 +168,25 @@ class FedviRounds:
             "description": describe_peaks(peaks),
         }
 
-    def finish(self):
-        """Memory, in bytes, and test scores, pooled over the clients.
-
-        Of the global model and, where clients keep one, of their own.
-        """
+    def memory(self):
+        """In bytes: of this process, and of XLA's temporaries of a round."""
         peak = peak_memory()
         analysis = self._program.memory_analysis()
-        accuracy, nll = pooled(self._federation.evaluate(self._state))
-        results = {
+        return {
             "peak_bytes": peak,
             "before_data_bytes": self._before,
             "above_before_data_bytes": peak - self._before,
             "xla_temporary_bytes": analysis and analysis.temp_size_in_bytes,
-            "test_accuracy": accuracy,
-            "test_nll": nll,
         }
+
+    def finish(self):
+        """`memory`, and test scores, pooled over the clients.
+
+        Of the global model and, where clients keep one, of their own.
+        """
+        results = self.memory()
+        accuracy, nll = pooled(self._federation.evaluate(self._state))
+        results |= {"test_accuracy": accuracy, "test_nll": nll}
         if self._algorithm == "pfedbayes":
             own = pooled(self._federation.evaluate_personal(self._state))
             results["personal_accuracy"], results["personal_nll"] = own

@@ -139,6 +139,7 @@ def summarise(
             "first_call_seconds": results[0]["seconds"],
             **_spread("seconds", [r["seconds"] for r in timed]),
             **_spread("cpu_seconds", [r["cpu_seconds"] for r in timed]),
+            **_per_example([r["seconds"] for r in timed], work),
             "train_loss_first_round": results[0]["loss"],
             "train_loss_last_tenth": statistics.fmean(r["loss"] for r in tenth),
             **endings[name],
@@ -168,6 +169,14 @@ def summarise(
         "ratios": ratios,
         "systems": systems,
     }
+
+
+def _per_example(seconds: list[float], work: dict) -> dict[str, float]:
+    """Microseconds a training example and pass over it, where a round's are known."""
+    if "round_examples" not in work:
+        return {}
+    each = 1e6 * statistics.median(seconds) / work["round_examples"]
+    return {"microseconds_an_example": each}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -200,10 +209,14 @@ def markdown(report: dict) -> str:
             name,
             _cell(system, "seconds"),
             _cell(system, "cpu_seconds"),
+            f"{system['microseconds_an_example']:.2f}",
             f"{system['first_call_seconds']:.2f}",
             _cell(ratio.get("seconds"), "ratio"),
             _cell(ratio.get("cpu_seconds"), "ratio"),
-            *(f"{system[key]:.3f}" for key in scores.values()),
+            *(
+                f"{system[key]:.3f}" if key in system else "-"
+                for key in scores.values()
+            ),
         ]
 
     memory = (
@@ -220,8 +233,8 @@ def markdown(report: dict) -> str:
         f"{describe(report)} Medians (min to max) of {work['rounds']} turns after "
         f"{work['warmup']}; ratio {ours} / system, turn by turn.",
         table(
-            "system | s a round | CPU-s a round | first call s | ratio of s | ratio of "
-            f"CPU-s | {' | '.join(scores)}",
+            "system | s a round | CPU-s a round | µs an example | first call s | ratio "
+            f"of s | ratio of CPU-s | {' | '.join(scores)}",
             (cells(name, system) for name, system in systems.items()),
         ),
         "Memory of the {} process: peak {} MiB, of which {} MiB since before the data "

@@ -11,7 +11,7 @@ from native_networks import NATIVE
 
 __all__ = ["PEERS", "Peer", "SetUp", "asked", "check", "with_devices"]
 
-TORCH_MODELS = ("lenet", "mlp", "vgg")
+TORCH_MODELS = ("lenet", "mlp", "mobilenet", "pfl_cnn", "vgg")
 
 flags.DEFINE_string("torch_python", None, "Interpreter that has PyTorch: its loop.")
 flags.DEFINE_boolean("torch_vmap", False, "Also torch.func.vmap, in --torch_python.")
@@ -26,6 +26,12 @@ flags.DEFINE_list(
     ["1", "2"],
     "PyTorch's thread counts to try, for pfl too. On a busy machine more than 1 may "
     "never end.",
+)
+flags.DEFINE_string(
+    "torch_device",
+    "cpu",
+    "PyTorch's, and pfl's: cpu, or cuda on an accelerator, with --dtype by autocast. "
+    "pFedBayes' peer and Flower have the CPU alone.",
 )
 flags.DEFINE_multi_enum(
     "fedjax_backend", ["jit"], ["jit", "pmap"], "FedJAX's; pmap has 2 CPU devices."
@@ -107,6 +113,18 @@ def with_devices(devices: int) -> dict[str, str]:
     return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()}
 
 
+def on_device(title: str) -> Callable[[], Iterator[SetUp]]:
+    """Set-ups of a PyTorch system that may run on an accelerator."""
+
+    def set_ups():
+        device = {"device": FLAGS.torch_device, "dtype": FLAGS.dtype}
+        where = "" if FLAGS.torch_device == "cpu" else f" on {FLAGS.torch_device}"
+        for name, environment, arguments in by_threads(f"{title}{where}")():
+            yield SetUp(name, environment, arguments | device)
+
+    return set_ups
+
+
 def by_threads(title: str) -> Callable[[], Iterator[SetUp]]:
     """Set-ups of a PyTorch system, one a thread count."""
 
@@ -153,7 +171,7 @@ def _fedavg(flag, package, script, set_ups, models=TORCH_MODELS, python=None) ->
 
 
 PEERS = (
-    _fedavg("torch_python", "torch", "torch_loop", by_threads("PyTorch")),
+    _fedavg("torch_python", "torch", "torch_loop", on_device("PyTorch")),
     Peer(
         "torch_python",
         "torch_python",
@@ -167,12 +185,12 @@ PEERS = (
         "torch_vmap",
         "torch",
         "torch_vmap",
-        by_threads("PyTorch vmap"),
+        on_device("PyTorch vmap"),
         python="torch_python",
     ),
     _fedavg("fedjax_python", "fedjax", "fedjax_rounds", by_backend, ("mlp",)),
     _fedavg("flower_python", "flwr", "flower_rounds", by_workers),
-    _fedavg("pfl_python", "pfl", "pfl_rounds", by_threads("pfl")),
+    _fedavg("pfl_python", "pfl", "pfl_rounds", on_device("pfl")),
 )
 
 

@@ -26,7 +26,12 @@ __all__ = [
 ]
 
 flags.DEFINE_enum("algorithm", "fedavg", sorted(algorithms.ALGORITHMS), "What to time.")
-flags.DEFINE_enum("model", "mlp", sorted(nn.MODELS), "The network.")
+flags.DEFINE_enum(
+    "model",
+    "mlp",
+    sorted([*nn.MODELS, "pfl_cnn"]),
+    "The network; pfl_cnn is that of pfl_network.py.",
+)
 flags.DEFINE_integer("hidden", 256, "Hidden units of mlp.", lower_bound=1)
 flags.DEFINE_string("dataset", "fashion_mnist", "As for fedvi.data.load.")
 flags.DEFINE_string("data_file", None, "An .npz file, as for fedvi.data.load.")
@@ -64,7 +69,7 @@ flags.DEFINE_integer(
     "devices", 1, "CPU devices that share fedvi's clients; 1: none.", lower_bound=1
 )
 flags.DEFINE_enum(
-    "dtype", "float32", ["float32", "bfloat16"], "Of fedvi's activations."
+    "dtype", "float32", ["float32", "bfloat16"], "Of fedvi's and PyTorch's activations."
 )
 flags.DEFINE_string(
     "compilation_cache",
@@ -152,6 +157,10 @@ def describe(federated: FederatedData) -> dict[str, Any]:
         "fidelity": federated.fidelity,
         "input_shape": federated.train.x.shape[2:],
         "client_size": np.unique(federated.train.size).tolist(),
+        # What a round trains on, each example as often as it is seen.
+        "round_examples": FLAGS.participants
+        * FLAGS.epochs
+        * federated.train.size.mean().item(),
     }
 
 

@@ -30,7 +30,7 @@ def train(message: Message, context) -> Message:
     clients, model = prepare(**work)
     x, y = clients[message.content["client"]["id"]]
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    loss = train_client(model, x, y, **training)
+    loss = train_client(model, x, y, **training).item()
     metrics = MetricRecord({"loss": loss, "num-examples": len(y)})
     content = {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}
     return Message(content=RecordDict(content), reply_to=message)

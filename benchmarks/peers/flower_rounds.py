@@ -88,7 +88,7 @@ class FlowerRounds:
         """Starts the simulation with `workers` Ray workers of `threads` CPUs."""
         train, self._test = read_clients(data_file, model)
         self._model = build(model, train[0][0][0], hidden, classes)
-        set_weights(self._model, params_file)
+        set_weights(self._model, params_file, model)
         self._arrays = ArrayRecord(self._model.state_dict())
         self._strategy = Cohort(
             {

@@ -20,21 +20,30 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.hyperparam import NNTrainHyperParams
 from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
-from torch_task import build, read_clients, score, set_weights
+from torch_task import (
+    activations,
+    build,
+    prepare,
+    read_clients,
+    score,
+    set_weights,
+)
 from worker import serve, timed
 
 
 class Network(torch.nn.Module):
     """What pfl wants of a model; it keeps the losses of the steps."""
 
-    def __init__(self, layers):
+    def __init__(self, layers, device, dtype):
         super().__init__()
         self.layers = layers
         self.losses = []
+        self._forward = device, dtype
 
     def loss(self, x, y):
         """Mean cross-entropy of a batch."""
-        loss = F.cross_entropy(self.layers(x), y)
+        with activations(*self._forward):
+            loss = F.cross_entropy(self.layers(x), y)
         self.losses.append(loss.detach())
         return loss
 
@@ -61,15 +70,16 @@ class PflRounds:
         momentum,
         threads,
         seed,
+        device="cpu",
+        dtype="float32",
     ):
         """Builds the data and the model from what fedvi starts with."""
-        torch.set_num_threads(threads)
-        torch.manual_seed(seed)
+        prepare(threads, seed, device)
         np.random.seed(seed)  # noqa: NPY002  pfl draws from it
-        self._train, self._test = read_clients(data_file, model)
-        layers = build(model, self._train[0][0][0], hidden, classes)
-        set_weights(layers, params_file)
-        self._network = Network(layers)
+        self._train, self._test = read_clients(data_file, model, device)
+        layers = build(model, self._train[0][0][0].cpu(), hidden, classes)
+        set_weights(layers, params_file, model)
+        self._network = Network(layers, device, dtype).to(device)
         self._model = PyTorchModel(
             self._network,
             lambda params, lr: torch.optim.SGD(params, lr, momentum, fused=True),
@@ -92,7 +102,7 @@ class PflRounds:
 
     def _shuffled(self, client):
         x, y = self._train[client]
-        order = torch.randperm(len(y))
+        order = torch.randperm(len(y), device=y.device)
         return Dataset((x[order], y[order]), user_id=str(client))
 
     def round(self, cohort):

@@ -9,7 +9,14 @@ import platform
 
 import torch
 import torch.nn.functional as F
-from torch_task import build, read_clients, score, set_weights
+from torch_task import (
+    activations,
+    build,
+    prepare,
+    read_clients,
+    score,
+    set_weights,
+)
 from worker import serve, timed
 
 __all__ = ["TorchLoop", "train_client"]
@@ -31,19 +38,22 @@ class TorchLoop:
         momentum,
         threads,
         seed,
+        device="cpu",
+        dtype="float32",
     ):
         """Builds the data and the model from what fedvi starts with."""
-        torch.set_num_threads(threads)
-        torch.manual_seed(seed)
+        prepare(threads, seed, device)
         self._training = {
             "batch_size": batch_size,
             "epochs": epochs,
             "learning_rate": learning_rate,
             "momentum": momentum,
+            "dtype": dtype,
         }
-        self._train, self._test = read_clients(data_file, model)
-        self._model = build(model, self._train[0][0][0], hidden, classes)
-        set_weights(self._model, params_file)
+        self._train, self._test = read_clients(data_file, model, device)
+        self._model = build(model, self._train[0][0][0].cpu(), hidden, classes)
+        set_weights(self._model, params_file, model)
+        self._model.to(device)
         self._params = list(self._model.parameters())
         return {"python": platform.python_version(), "torch": torch.__version__}
 
@@ -64,7 +74,7 @@ class TorchLoop:
                 torch._foreach_add_(total, self._params, alpha=weight)
         weight = sum(len(self._train[client][1]) for client in cohort)
         self._set([t / weight for t in total])
-        return loss / len(cohort)
+        return loss.item() / len(cohort)
 
     @torch.no_grad()
     def _set(self, values):
@@ -76,23 +86,29 @@ class TorchLoop:
         return score(self._model, self._test)
 
 
-def train_client(model, x, y, batch_size, epochs, learning_rate, momentum):
-    """Trains the model in place; the mean loss over the steps."""
+def train_client(
+    model, x, y, batch_size, epochs, learning_rate, momentum, dtype="float32"
+):
+    """Trains the model in place; the mean loss over the steps, on the model's device.
+
+    To read it would make the host wait for the device after every client.
+    """
     optimizer = torch.optim.SGD(
         model.parameters(), lr=learning_rate, momentum=momentum, fused=True
     )
-    total, steps = torch.zeros(()), 0
+    total, steps = torch.zeros((), device=x.device), 0
     for _ in range(epochs):
-        order = torch.randperm(len(x))
+        order = torch.randperm(len(x), device=x.device)
         batches = zip(x[order].split(batch_size), y[order].split(batch_size))
         for batch_x, batch_y in batches:
             optimizer.zero_grad(set_to_none=True)
-            loss = F.cross_entropy(model(batch_x), batch_y)
+            with activations(x.device, dtype):
+                loss = F.cross_entropy(model(batch_x), batch_y)
             loss.backward()
             optimizer.step()
             total += loss.detach()
             steps += 1
-    return (total / steps).item()
+    return total / steps
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ import platform
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad_and_value, vmap
-from torch_task import build, read_clients, score, set_weights
+from torch_task import (
+    activations,
+    build,
+    prepare,
+    read_clients,
+    score,
+    set_weights,
+)
 from worker import serve, timed
 
 
@@ -29,17 +36,19 @@ class TorchVmap:
         momentum,
         threads,
         seed,
+        device="cpu",
+        dtype="float32",
     ):
         """Builds the data and the model from what fedvi starts with.
 
         Raises:
           ValueError: clients of different sizes.
         """
-        torch.set_num_threads(threads)
-        torch.manual_seed(seed)
+        prepare(threads, seed, device)
+        self._device, self._dtype = device, dtype
         self._batch_size, self._epochs = batch_size, epochs
         self._learning_rate, self._momentum = learning_rate, momentum
-        train, self._test = read_clients(data_file, model)
+        train, self._test = read_clients(data_file, model, device)
         sizes = sorted({len(y) for _, y in train})
         if len(sizes) > 1:
             raise ValueError(
@@ -47,15 +56,17 @@ class TorchVmap:
                 "needs equal numbers: change --clients or --client_examples"
             )
         self._x, self._y = (torch.stack(arrays) for arrays in zip(*train))
-        self._model = build(model, self._x[0, 0], hidden, classes)
-        set_weights(self._model, params_file)
+        self._model = build(model, self._x[0, 0].cpu(), hidden, classes)
+        set_weights(self._model, params_file, model)
+        self._model.to(device)
         self._names = [name for name, _ in self._model.named_parameters()]
         self._step = vmap(grad_and_value(self._loss))
         return {"python": platform.python_version(), "torch": torch.__version__}
 
     def _loss(self, params, x, y):
         params = dict(zip(self._names, params))
-        return F.cross_entropy(functional_call(self._model, params, (x,)), y)
+        with activations(self._device, self._dtype):
+            return F.cross_entropy(functional_call(self._model, params, (x,)), y)
 
     def round(self, cohort):
         """One round with the clients of `cohort`, and their mean training loss."""
@@ -64,13 +75,14 @@ class TorchVmap:
 
     @torch.no_grad()
     def _round(self, cohort):
-        clients = torch.tensor(cohort)[:, None]
+        clients = torch.tensor(cohort, device=self._device)[:, None]
         server = list(self._model.parameters())
         params = [p.expand(len(cohort), *p.shape).clone() for p in server]
         velocity = [torch.zeros_like(p) for p in params]
-        total, steps = torch.zeros(()), 0
+        total, steps = torch.zeros((), device=self._device), 0
         for _ in range(self._epochs):
-            order = torch.rand(len(cohort), self._y.shape[1]).argsort(1)
+            shape = len(cohort), self._y.shape[1]
+            order = torch.rand(shape, device=self._device).argsort(1)
             x, y = self._x[clients, order], self._y[clients, order]
             size = self._batch_size
             for batch_x, batch_y in zip(x.split(size, 1), y.split(size, 1)):

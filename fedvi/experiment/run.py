@@ -327,9 +327,10 @@ def _train(runs: Sequence[Run], resuming: Sequence[bool]) -> list[dict[str, Any]
             chosen, planned = chunking.grouped(federation, experiment, options, shapes)
             print(chosen.reason)
             if (cohort := experiment.algorithm.cohort) is not None:
+                many = "1 client" if cohort == 1 else f"{cohort} clients"
                 print(
-                    f"{experiment.config.method} takes {cohort} clients in every round:"
-                    f" fraction={experiment.config.fraction} is not looked at"
+                    f"{experiment.config.method} takes {many} in every round: "
+                    f"fraction={experiment.config.fraction} is not looked at"
                 )
             for _, one in own:
                 if one.overwrite:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedvi.experiment import chunking
+from fedvi.client_map import clients_mesh
+from fedvi.experiment import RunOptions, chunking
 from fedvi.local import LocalTraining
 
 GIB = 2**30
@@ -123,3 +124,27 @@ def test_the_padding_of_a_round_is_that_of_its_cohorts():
     experiment.selection.size = 2
     mean = (8 / 18 + 1 / 4 + 7 / 16 + 7 / 18 + 6 / 16 + 1 / 18) / 6
     assert chunking.padding(experiment, 2, 1) == pytest.approx(mean, abs=0.1)
+
+
+@pytest.mark.parametrize(("chunk_size", "told"), [(2, "9 %"), (1, None)])
+def test_the_plan_tells_how_much_of_a_round_is_padding(chunk_size, told):
+    compiled = Compiler(1)(1, 1)
+    variant = SimpleNamespace(compile=lambda *_, **__: compiled)
+    federation = SimpleNamespace(
+        mesh=clients_mesh(1), homes=None, variant=lambda **_: variant
+    )
+    experiment = SimpleNamespace(
+        config=SimpleNamespace(seeds=1, blocks=lambda: iter([1])),
+        data=SimpleNamespace(train=SimpleNamespace(size=np.array([1, 9, 2, 8]))),
+        trained=np.arange(4),
+        task=SimpleNamespace(training=LocalTraining(batch_size=1)),
+        selection=SimpleNamespace(size=4),
+        together=4,
+    )
+    options = RunOptions(run_dir="none", chunk_size=chunk_size)
+    plan, chosen = chunking.grouped(federation, experiment, options, {})
+    assert chosen is variant
+    line = f"chunk_size={chunk_size} of 4 clients a round and device: as asked"
+    if told:
+        line += f"; {told} of a round's steps are padding"
+    assert plan.reason == line
