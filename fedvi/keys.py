@@ -69,12 +69,13 @@ def for_many(key):
     in a third of the time; few numbers, as of a split, are compiled faster as a loop.
 
     Args:
-      key: typed PRNG key, Threefry's.
+      key: typed PRNG key; of another generator than Threefry it stays as it is.
 
     Returns:
       A key of another type, for `jax.random`; not to be kept.
     """
-    if not jax.config.jax_threefry_partitionable:  # other numbers than `_bits`
+    partitionable = jax.config.jax_threefry_partitionable  # else other numbers
+    if not partitionable or str(jax.random.key_impl(key)) != GENERATOR:
         return key
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_FOR_MANY)
 

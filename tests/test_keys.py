@@ -84,7 +84,9 @@ def test_many_numbers_are_those_of_threefry(draw):
     np.testing.assert_array_equal(found, np.array(expected))
 
 
-def test_where_threefry_is_another_the_key_stays_as_it_is():
+def test_where_the_generator_is_another_the_key_stays_as_it_is():
+    rbg = jax.random.key(0, impl="rbg")
+    assert for_many(rbg) is rbg
     with jax.threefry_partitionable(False):
         assert for_many(root_key(0)).dtype == root_key(0).dtype
     assert for_many(root_key(0)).dtype != root_key(0).dtype
