@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from fedvi import checks, names
-from fedvi.flat import like_flats, trees
+from fedvi.flat import has_flats, like_flats, trees
 
 __all__ = [
     "OPTIMIZERS",
@@ -261,7 +261,12 @@ def num_steps(size, training: LocalTraining):
 
 
 def fold_minibatches(
-    key, data, training: LocalTraining, step: Callable, carry: Any
+    key,
+    data,
+    training: LocalTraining,
+    step: Callable,
+    carry: Any,
+    draw: Callable = lambda key: key,
 ) -> Any:
     """Folds `step` over the shuffled minibatches of one client.
 
@@ -273,8 +278,11 @@ def fold_minibatches(
       key: typed PRNG key; shuffles, augments and is split for `step`.
       data: one client's `ClientData`.
       training: epochs, batch size and augmentation.
-      step: `(key, carry, Batch) -> carry`.
+      step: `(drawn, carry, Batch) -> carry`.
       carry: pytree.
+      draw: `(key) -> drawn`, what a step draws at random. It is drawn for all steps of
+        an epoch at once, as a small draw costs a launch and not its numbers; what is
+        as large as the weights is better drawn by `step`. Default: the step's key.
 
     Returns:
       The carry after the last step.
@@ -300,6 +308,12 @@ def fold_minibatches(
         )
         order = jnp.pad(jnp.argsort(rank), (0, -capacity % batch_size))
 
+        def randomness(b):
+            augment_key, loss_key = jax.random.split(jax.random.fold_in(step_key, b))
+            return augment_key, draw(loss_key)
+
+        steps = jax.vmap(randomness)(jnp.arange(order.size // batch_size))
+
         def minibatch(b, carry):
             start = b * batch_size
             slots = jax.lax.dynamic_slice(order, (start,), (batch_size,))
@@ -307,11 +321,11 @@ def fold_minibatches(
             # A batch begins with a real example. Copies of it fill the batch up: what
             # padding holds, a NaN say, would reach the gradient through the mask.
             slots = jnp.where(mask, slots, slots[0])
-            augment_key, loss_key = jax.random.split(jax.random.fold_in(step_key, b))
+            augment_key, drawn = jax.tree.map(lambda leaf: leaf[b], steps)
             x = data.x[slots]
             if training.augment is not None:
                 x = training.augment(augment_key, x)
-            return step(loss_key, carry, Batch(x, data.y[slots], mask))
+            return step(drawn, carry, Batch(x, data.y[slots], mask))
 
         left = total - index * an_epoch
         return jax.lax.fori_loop(0, jnp.minimum(an_epoch, left), minibatch, carry)
@@ -323,7 +337,7 @@ class Quadratic(NamedTuple):
     """A penalty ½ Σ_j w_j (θ_j - c_j)² of parameters θ.
 
     Attributes:
-      centre: c, of θ's structure.
+      centre: c, of θ's structure, or its layers.
       weight: w, of the same structure, or one number for all or for a part of it.
     """
 
@@ -331,9 +345,9 @@ class Quadratic(NamedTuple):
     weight: Any
 
     def value(self, params) -> jax.Array:
-        """[] the penalty at θ."""
-        terms = trees(self)._map(lambda w, p, c: jnp.sum(w * (p - c) ** 2), params)
-        return 0.5 * jax.tree.reduce(jnp.add, terms, jnp.zeros(()))
+        """[] the penalty at θ. On a CPU faster of `Flat`s than of layers."""
+        terms = self._map(lambda w, p, c: jnp.sum(w * (p - c) ** 2), params)
+        return 0.5 * sum(jax.tree.leaves(terms), jnp.zeros(()))
 
     def gradient(self, params):
         """w (θ - c)."""
@@ -352,7 +366,8 @@ class Quadratic(NamedTuple):
         def part(weight, params, centre):
             return jax.tree.map(lambda p, c: function(weight, p, c), params, centre)
 
-        return jax.tree.map(part, self.weight, trees(params), self.centre)
+        params = params if has_flats(self.centre) else trees(params)
+        return jax.tree.map(part, self.weight, params, self.centre)
 
 
 def minimise(
@@ -363,6 +378,7 @@ def minimise(
     training: LocalTraining,
     loss: Callable,
     penalty: Callable | None = None,
+    draw: Callable = lambda key: key,
 ):
     """Minibatch descent of one client from `params`, its moments afresh.
 
@@ -372,7 +388,7 @@ def minimise(
       params: pytree to train.
       data: one client's `ClientData`.
       training: hyper-parameters.
-      loss: `(key, params, Batch) -> scalar`, mean over the batch. It gets the layers,
+      loss: `(drawn, params, Batch) -> scalar`, mean over the batch. It gets the layers,
         `trees(params)`.
       penalty: optional `(params) -> Quadratic` of the layers, added to the loss. If it
         depends on where the parameters are, before a step, it is the quadratic that
@@ -384,11 +400,14 @@ def minimise(
         penalty pulls with that factor from the first step on, the loss only after some
         1 / (1 - momentum) steps: in a short visit the penalty counts for more than its
         gradient would. Other optimisers are given the gradient of the sum.
+      draw: as `fold_minibatches`; default: `loss` gets the step's key.
 
     Returns:
       (trained params, mean of the loss without the penalty over the steps).
     """
-    return iterates(key, round_index, params, data, training, loss, penalty)[:2]
+    return iterates(key, round_index, params, data, training, loss, penalty, draw=draw)[
+        :2
+    ]
 
 
 def iterates(
@@ -401,6 +420,7 @@ def iterates(
     penalty: Callable | None = None,
     see: Callable = lambda layers, seen: seen,
     seen: Any = (),
+    draw: Callable = lambda key: key,
 ):
     """`minimise` that shows where it goes.
 
@@ -414,15 +434,16 @@ def iterates(
       penalty: likewise.
       see: `(layers, seen) -> seen`, called with the layers after each step.
       seen: pytree, at first.
+      draw: as `minimise`.
 
     Returns:
       (trained params, mean loss, seen).
     """
     init, descend = descent(training, round_index)
 
-    def step(key, carry, batch):
+    def step(drawn, carry, batch):
         layers, moments, total, seen = carry
-        value, gradients = jax.value_and_grad(loss, argnums=1)(key, layers, batch)
+        value, gradients = jax.value_and_grad(loss, argnums=1)(drawn, layers, batch)
         # Where the step starts: only there the quadratic and the penalty have the same
         # gradient at rest.
         near = None if penalty is None else penalty(layers)
@@ -433,7 +454,7 @@ def iterates(
     # and out of them for the gradient.
     layers = trees(params)
     start = (layers, init(layers), jnp.zeros(()), seen)
-    layers, _, total, seen = fold_minibatches(key, data, training, step, start)
+    layers, _, total, seen = fold_minibatches(key, data, training, step, start, draw)
     steps = jnp.maximum(num_steps(data.size, training), 1)
     return like_flats(layers, params), total / steps, seen
 

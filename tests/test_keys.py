@@ -1,7 +1,8 @@
 import jax
 import numpy as np
+import pytest
 
-from fedvi.keys import GENERATOR, Purpose, derive, root_key
+from fedvi.keys import GENERATOR, Purpose, derive, for_many, root_key
 
 
 def test_keys_differ_by_purpose_round_and_client():
@@ -62,3 +63,30 @@ def test_further_numbers_make_further_keys():
     ]
     data = np.array([jax.random.key_data(key) for key in keys])
     assert len(np.unique(data, axis=0)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key: jax.random.normal(key, (3, 5)),
+        lambda key: jax.random.bits(key, (4,), "uint8"),
+        jax.random.uniform,
+        lambda key: jax.random.permutation(key, 9),
+        lambda key: jax.random.bits(key, (0, 2)),
+        lambda key: jax.random.key_data(jax.random.split(key, 3)),
+        lambda key: jax.random.key_data(jax.random.fold_in(key, 7)),
+    ],
+)
+def test_many_numbers_are_those_of_threefry(draw):
+    keys = jax.random.split(root_key(5), 2)
+    expected = [draw(key) for key in keys]
+    found = jax.jit(jax.vmap(lambda key: draw(for_many(key))))(keys)
+    np.testing.assert_array_equal(found, np.array(expected))
+
+
+def test_where_the_generator_is_another_the_key_stays_as_it_is():
+    rbg = jax.random.key(0, impl="rbg")
+    assert for_many(rbg) is rbg
+    with jax.threefry_partitionable(False):
+        assert for_many(root_key(0)).dtype == root_key(0).dtype
+    assert for_many(root_key(0)).dtype != root_key(0).dtype

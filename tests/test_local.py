@@ -86,6 +86,25 @@ def test_every_real_example_is_seen_once_an_epoch(visits, size):  # C12
     assert steps == 2 * -(-size // 64)
 
 
+def test_what_is_drawn_for_an_epoch_at_once_is_what_each_step_would_draw():
+    training = LocalTraining(epochs=2, batch_size=3)
+    data = ClientData(jnp.asarray(X[:8]), jnp.asarray(Y[:8]), jnp.int32(7))
+    start = jnp.zeros((6, 2)), 0
+
+    def note(value, carry):
+        rows, step = carry
+        return rows.at[step].set(value), step + 1
+
+    def draw(key):
+        return {"two": jax.random.normal(key, (2,))}
+
+    fold = partial(fold_minibatches, jax.random.key(0), data, training)
+    at_once = fold(lambda drawn, c, _: note(drawn["two"], c), start, draw)
+    by_step = fold(lambda key, c, _: note(draw(key)["two"], c), start)
+    np.testing.assert_array_equal(at_once[0], by_step[0])
+    assert at_once[1] == 6 and len(np.unique(at_once[0])) == 12
+
+
 def reference_sgd(weights, x, y, order_of_epochs, batch_size, rate, momentum):
     """Softmax regression by heavy-ball SGD, float64 NumPy, no padding anywhere."""
     velocity = np.zeros_like(weights)

@@ -205,9 +205,9 @@ def train_from(task: Task, key, round_index, params, data, loss=None, near=None)
       params: likewise.
       data: likewise.
       loss: likewise; None: the model's.
-      near: optional `Quadratic` of the layers, added to the loss.
+      near: optional `Quadratic`, added to the loss.
     """
-    loss = loss or plain_loss(task.model)
+    loss, near = loss or plain_loss(task.model), trees(near)
     penalty = None if near is None else lambda layers: near
     return minimise(key, round_index, params, data, task.training, loss, penalty)
 

@@ -11,7 +11,6 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import tilted_loss, train_from
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
-from fedvi.flat import trees
 from fedvi.local import Quadratic
 from fedvi.options import Options, option
 
@@ -66,7 +65,7 @@ def feddyn(task: Task, options: FedDyn) -> Algorithm:
         return Server(params, optax.tree.zeros_like(params))
 
     def client_update(key, round_index, server, slope, data):
-        start, near = server.params, Quadratic(trees(server.params), alpha)
+        start, near = server.params, Quadratic(server.params, alpha)
         loss = tilted_loss(task.model, optax.tree.scale(-1.0, slope))
         params, value = train_from(task, key, round_index, start, data, loss, near)
         moved = optax.tree.sub(params, start)

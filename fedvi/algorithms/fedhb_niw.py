@@ -24,7 +24,7 @@ from fedvi.distributions.normal_inverse_wishart import NIW, NIWHyper
 from fedvi.distributions.tree import Tree, with_head
 from fedvi.flat import trees
 from fedvi.local import LocalTraining, Quadratic, minimise
-from fedvi.nn import parameter_count
+from fedvi.nn import masks_on_inputs, parameter_count
 from fedvi.options import option
 
 __all__ = ["FedHBNIW", "Server", "fedhb_niw"]
@@ -159,7 +159,7 @@ def fedhb_niw(task: Task, options: FedHBNIW) -> Algorithm:
     def personalise(key, server, client, data):
         near = penalty(hyper, options, server, data)
         if server.frozen:  # A head outside the posterior has no prior.
-            near = Quadratic(trees(mode(server)), {**near.weight, "head": 0.0})
+            near = Quadratic(mode(server), {**near.weight, "head": 0.0})
         return train(
             task, task.finetuning, options, key, 0, server, mode(server), near, data
         )[0]
@@ -197,7 +197,7 @@ def penalty(hyper: NIWHyper, options: FedHBNIW, server: Server, data) -> Quadrat
     centre, scale = server.posterior
     keep = dropout.keep_probabilities(centre, 1 - options.p_drop)
     weight = normal_inverse_wishart.penalty_precision(hyper, scale, keep, data.size)
-    return trees(Quadratic(centre, optax.tree.scale(options.penalty_scale, weight)))
+    return Quadratic(centre, optax.tree.scale(options.penalty_scale, weight))
 
 
 def train(
@@ -218,19 +218,32 @@ def train(
       near: the penalty on them.
     """
 
-    def loss(key, params, batch):
+    def draw(key):
+        mask_key, noise_key = jax.random.split(key)
+        spiky = server.posterior.mean
+        return dropout.kept_columns(mask_key, spiky, 1 - options.p_drop), noise_key
+
+    def loss(drawn, params, batch):
         params = {**server.frozen, **params}
         spiky = {part: params[part] for part in server.posterior.mean}
-        return spiky_loss(task.model, options, key, params, spiky, batch)
+        return spiky_loss(task.model, options, drawn, params, spiky, batch)
 
-    return minimise(key, round_index, start, data, training, loss, lambda params: near)
+    layers = trees(near)
+    return minimise(
+        key, round_index, start, data, training, loss, lambda params: layers, draw
+    )
 
 
-def spiky_loss(model, options: FedHBNIW, key, params, spiky, batch):
+def spiky_loss(model, options: FedHBNIW, drawn, params, spiky, batch):
     """CE(m̃) on a batch, m̃ a draw of the spiky mixture around `spiky` (Eq. 16)."""
-    noise = options.epsilon if options.spike_noise else None
-    drawn = dropout.sample(key, spiky, 1 - options.p_drop, noise)
-    return classification_loss(model, {**params, **drawn}, batch)
+    kept, noise_key = drawn
+    whole = trees(spiky)
+    dropped = dropout.drop(whole, kept)
+    kernels = zip(*map(jax.tree.leaves, (dropped, whole)), kept, strict=True)
+    if options.spike_noise:
+        dropped = dropout.with_noise(noise_key, dropped, options.epsilon)
+    with masks_on_inputs(kernels):
+        return classification_loss(model, {**params, **dropped}, batch)
 
 
 def statistics(server: Server, moved) -> dict:

@@ -9,7 +9,6 @@ from fedvi.algorithm import Algorithm, ClientOutput, Task
 from fedvi.algorithms.common import train_from
 from fedvi.algorithms.fedavg import fedavg
 from fedvi.algorithms.registry import builder
-from fedvi.flat import trees
 from fedvi.local import Quadratic
 from fedvi.options import Options, option
 
@@ -40,7 +39,7 @@ def fedprox(task: Task, options: FedProx) -> Algorithm:
     """
 
     def client_update(key, round_index, server, client, data):
-        near = Quadratic(trees(server.params), options.mu)
+        near = Quadratic(server.params, options.mu)
         start = server.params
         params, value = train_from(task, key, round_index, start, data, near=near)
         metrics = {"loss": value, "penalty": near.value(params)}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedvi.flat import Flat, Layout
+from fedvi.keys import for_many
 
 __all__ = ["draw_like", "standard_normal_like"]
 
@@ -32,4 +33,5 @@ def draw_like(draw: Callable, tree: chex.ArrayTree) -> chex.ArrayTree:
 
 def standard_normal_like(key: chex.PRNGKey, tree: chex.ArrayTree) -> chex.ArrayTree:
     """Independent N(0, 1) draws, structure and shapes of `tree`."""
+    key = for_many(key)
     return draw_like(lambda shape, dtype: jax.random.normal(key, shape, dtype), tree)

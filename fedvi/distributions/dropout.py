@@ -17,7 +17,14 @@ from fedvi import checks
 from fedvi.distributions.draws import standard_normal_like
 from fedvi.flat import Flat, trees
 
-__all__ = ["Spiky", "keep_probabilities", "sample"]
+__all__ = [
+    "Spiky",
+    "drop",
+    "keep_probabilities",
+    "kept_columns",
+    "sample",
+    "with_noise",
+]
 
 
 def keep_probabilities(params: chex.ArrayTree, p: float) -> chex.ArrayTree:
@@ -78,11 +85,57 @@ def sample(
     """
     _check(params, p, 0.0 if epsilon is None else epsilon)
     mask_key, noise_key = jax.random.split(key)
-    drawn = _drop_columns(mask_key, trees(params), p) if p < 1 else trees(params)
-    if epsilon is not None:
-        noise = trees(standard_normal_like(noise_key, params))
-        drawn = jax.tree.map(lambda m, z: m + epsilon * z, drawn, noise)
-    return drawn
+    drawn = drop(params, kept_columns(mask_key, params, p))
+    return drawn if epsilon is None else with_noise(noise_key, drawn, epsilon)
+
+
+def kept_columns(
+    key: chex.PRNGKey, params: chex.ArrayTree, p: float
+) -> list[jax.Array | None]:
+    """The z of `sample`: which columns of each layer are kept.
+
+    Args:
+      key: typed PRNG key.
+      params: m, `Flat` or tree of layers, of arrays or of `jax.ShapeDtypeStruct`.
+      p: probability that a column is kept, in (0, 1].
+
+    Returns:
+      For each leaf of `trees(params)`, in order: `[columns]` bool, or None where no
+      column is dropped.
+
+    Raises:
+      ValueError: p outside (0, 1], or a bare array, which has no columns.
+    """
+    _check(params, p)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(trees(params))]
+    axes = [None if p == 1 else _unit_axis(shape) for shape in shapes]
+    units = [0 if i is None else shape[i] for shape, i in zip(shapes, axes)]
+    if not sum(units):
+        return [None] * len(units)
+    # One draw for all columns: a draw a leaf compiles four times slower.
+    ends = np.cumsum(units)
+    kept = jnp.split(jax.random.bernoulli(key, p, (ends[-1],)), ends[:-1])
+    return [None if i is None else mask for mask, i in zip(kept, axes)]
+
+
+def drop(params: chex.ArrayTree, kept: list[jax.Array | None]) -> chex.ArrayTree:
+    """The layers of `params`, 0 in the columns that `kept_columns` does not keep."""
+    leaves, treedef = jax.tree.flatten(trees(params))
+
+    def masked(leaf, mask):
+        if mask is None:
+            return leaf
+        axis = _unit_axis(leaf.shape)
+        others = [i for i in range(leaf.ndim) if i != axis]
+        return leaf * jnp.expand_dims(mask, others).astype(leaf.dtype)
+
+    return treedef.unflatten(list(map(masked, leaves, kept)))
+
+
+def with_noise(key: chex.PRNGKey, layers: chex.ArrayTree, epsilon: chex.Numeric):
+    """The spikes' own noise, N(0, ε²) for every weight, added to a tree of layers."""
+    noise = standard_normal_like(key, layers)
+    return jax.tree.map(lambda m, z: m + epsilon * z, layers, noise)
 
 
 class Spiky(distrax.Distribution):
@@ -152,23 +205,6 @@ class Spiky(distrax.Distribution):
     def event_shape(self) -> tuple[int, ...]:
         """`(d,)`."""
         return (sum(leaf.size for leaf in jax.tree.leaves(self.layers)),)
-
-
-def _drop_columns(key, layers, p):
-    # One draw for all columns: a draw a leaf compiles four times slower.
-    leaves, treedef = jax.tree.flatten(layers)
-    axes = [_unit_axis(leaf.shape) for leaf in leaves]
-    units = [0 if i is None else x.shape[i] for x, i in zip(leaves, axes)]
-    ends = np.cumsum(units)
-    kept = jnp.split(jax.random.bernoulli(key, p, (ends[-1],)), ends[:-1])
-
-    def masked(leaf, mask, axis):
-        if axis is None:
-            return leaf
-        others = [i for i in range(leaf.ndim) if i != axis]
-        return leaf * jnp.expand_dims(mask, others).astype(leaf.dtype)
-
-    return treedef.unflatten(list(map(masked, leaves, kept, axes)))
 
 
 def _unit_axis(shape: tuple[int, ...]) -> int | None:

@@ -159,7 +159,8 @@ def penalty_precision(
     """
     samples = jnp.maximum(client_samples, 1)
     strength = hyper.n0 + hyper.dimension + 1
-    return jax.tree.map(lambda v, p: p * strength / (v * samples), scale, keep)
+    # |D_i| last: what is before it is the same for all clients of a round.
+    return jax.tree.map(lambda v, p: p * strength / v / samples, scale, keep)
 
 
 def distribution(hyper: NIWHyper, niw: NIW) -> distrax.Distribution:

@@ -1,5 +1,6 @@
 """Networks for federated learning: layers, the `Model` contract, and a registry."""
 
+from fedvi.nn.dropped_inputs import masks_on_inputs
 from fedvi.nn.layers import (
     BatchNorm,
     Conv,
@@ -32,6 +33,7 @@ __all__ = [
     "build",
     "from_flax",
     "global_avg_pool",
+    "masks_on_inputs",
     "max_pool",
     "options_of",
     "parameter_count",

@@ -13,6 +13,7 @@ from fedvi.algorithm import Aggregate
 from fedvi.algorithms import fedbabu, fedhb_niw
 from fedvi.algorithms.common import classification_loss, log_probabilities
 from fedvi.algorithms.fedhb_niw import FedHBNIW, mode, spiky_loss
+from fedvi.distributions import dropout
 from fedvi.federation import Federation
 from fedvi.flat import trees
 from fedvi.local import Batch, LocalTraining, Quadratic, minimise
@@ -193,14 +194,15 @@ def test_personalisation_keeps_the_clients_penalty(task, train, covariance, held
 def test_the_spikes_noise_is_drawn_only_if_asked_for(task, train):
     params = task.model.init(KEY)
     batch = Batch(*one_client(train)[:2], jnp.ones(20, bool))
+    spiky = {"body": params["body"]}
     losses = {
         (noise, drop): float(
             spiky_loss(
                 task.model,
                 FedHBNIW(p_drop=drop, epsilon=0.3, spike_noise=noise),
-                KEY,
+                (dropout.kept_columns(KEY, spiky, 1 - drop), KEY),
                 params,
-                {"body": params["body"]},
+                spiky,
                 batch,
             )
         )
