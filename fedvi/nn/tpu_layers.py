@@ -161,16 +161,6 @@ def _starts(pads: Pads) -> tuple[int, int]:
     return pads[0][0], pads[1][0]
 
 
-def _moved(x: jax.Array, start: int, count: int, stride: int, axis: int) -> jax.Array:
-    """Entries start, start + stride, ... of an axis, `count` of them; 0 outside."""
-    last = start + stride * (count - 1)
-    pads = [(0, 0, 0)] * x.ndim
-    pads[axis] = (max(-start, 0), max(last + 1 - x.shape[axis], 0), 0)
-    x = lax.pad(x, jnp.zeros((), x.dtype), pads)
-    start += pads[axis][0]
-    return lax.slice_in_dim(x, start, start + stride * (count - 1) + 1, stride, axis)
-
-
 def _window(x, start, size, strides, batch, rows=0) -> jax.Array:
     """Rows and columns `start, start + strides, ...`, `size` of them; 0 outside.
 
@@ -182,10 +172,25 @@ def _window(x, start, size, strides, batch, rows=0) -> jax.Array:
         batch: of narrow images; None: wide.
         rows: see there.
     """
-    x = _moved(x, start[0], size[0], strides[0], rows)
-    if batch is None:
-        return _moved(x, start[1], size[1], strides[1], rows + 1)
-    return _moved(x, start[1] * batch, size[1] * batch, 1, x.ndim - 1)
+    pixel, columns = (1, rows + 1) if batch is None else (batch, x.ndim - 1)
+    axes = (
+        (rows, start[0], size[0], strides[0]),
+        (
+            columns,
+            start[1] * pixel,
+            size[1] * pixel,
+            strides[1],
+        ),
+    )
+    pads = [(0, 0, 0)] * x.ndim
+    first, last, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
+    for axis, begin, count, step in axes:
+        end = begin + step * (count - 1) + 1
+        pads[axis] = (max(-begin, 0), max(end - x.shape[axis], 0), 0)
+        first[axis], last[axis] = (at + pads[axis][0] for at in (begin, end))
+        steps[axis] = step
+    # One pad and one slice, which XLA fuses into the sum that they are for.
+    return lax.slice(lax.pad(x, jnp.zeros((), x.dtype), pads), first, last, steps)
 
 
 def _sums(terms: list[jax.Array], axes: tuple[int, ...]) -> jax.Array:
