@@ -52,9 +52,7 @@ def batch_norm(
     return _restored(y, x.shape)
 
 
-def conv(
-    x: jax.Array, kernel: jax.Array, strides: int, padding: str, pads: Pads
-) -> jax.Array | None:
+def conv(x: jax.Array, kernel: jax.Array, strides: int, pads: Pads) -> jax.Array | None:
     """`Conv` without its bias, or None where patches are as good."""
     *size, inputs, features = kernel.shape
     if size == [1, 1]:
@@ -69,7 +67,7 @@ def conv(
         return None
     numbers = ("NHWC", "HWIO", "NHWC")
     y = lax.conv_general_dilated(
-        x, kernel, (strides,) * 2, padding, dimension_numbers=numbers
+        x, kernel, (strides,) * 2, pads, dimension_numbers=numbers
     )
     return _rounded(y, x.dtype)
 
