@@ -69,7 +69,6 @@ def caller(network: str, method: str, program: str, natively: bool) -> Callable:
         jax.block_until_ready(PROGRAMS[program](federation, state))
         return time.process_time() - seconds
 
-    jax.clear_caches()
     way = layers._shared_natively if natively else layers._by_patches
     with mock.patch.object(layers, "_shared_natively", way):
         call()
@@ -78,6 +77,7 @@ def caller(network: str, method: str, program: str, natively: bool) -> Callable:
 
 def compared(case: str) -> dict[str, Any]:
     """CPU seconds of both ways, in turn."""
+    jax.clear_caches()  # not between the two: that would compile the first anew
     ways = {name: caller(*case.split(), name == "native") for name in BOTH}
     seconds = {name: [] for name in ways}
     for _ in range(FLAGS.turns):

@@ -27,6 +27,7 @@ GEOMETRIES = [
     ((3, 3), 2, "SAME", False, (6, 7)),
     ((2, 3), 2, "VALID", True, (7, 8)),
     ((1, 1), 2, "SAME", True, (5, 6)),
+    ((2, 5), 1, "VALID", False, (6, 7)),
 ]
 
 
