@@ -6,7 +6,9 @@ import os
 import re
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import counting
 import jax
@@ -23,12 +25,17 @@ from fedvi.experiment.chunking import temporary_bytes
 from fedvi.placement import places, resized
 
 __all__ = [
+    "backend",
+    "build_model",
     "check_compiler",
     "check_topology",
     "chips",
     "compile_row",
     "failure",
+    "hand_count",
+    "image_shape",
     "largest_cohort",
+    "mesh_of",
     "one_all_reduce",
     "together",
 ]
@@ -84,6 +91,11 @@ def check_compiler() -> None:
         raise ValueError(
             "compiling for TPUs needs libtpu: pip install 'fedvi[tpu-compile]'"
         )
+
+
+def backend(name: str) -> AbstractContextManager:
+    """Inside it `fedvi` traces what it computes on a "cpu", a "gpu" or a "tpu"."""
+    return mock.patch.object(jax, "default_backend", lambda: name)
 
 
 def mesh_of(topology: str) -> Mesh:
@@ -252,6 +264,11 @@ def compile_row(settings: dict[str, Any]) -> dict[str, Any]:
       of a program that compiles and is too large with its arguments.
     """
     jax.clear_caches()
+    with backend("tpu"):
+        return _compile_row(settings)
+
+
+def _compile_row(settings: dict[str, Any]) -> dict[str, Any]:
     mesh = mesh_of(settings["topology"])
     try:
         federation = federation_of(settings, mesh)

@@ -4,6 +4,8 @@ Under `jax.vmap` over weights, and inside `lax.scan`, native convolutions leave
 XLA's fast CPU path. These layers use only slices, sums and products. Parameter
 names, shapes and initialisers are those of `flax.linen`, so that weights move
 freely between the two. Images are `[batch, height, width, channels]`.
+
+On TPUs they compute the same in other ways (`tpu_layers.py`).
 """
 
 from functools import partial
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+
+from fedvi.nn import tpu_layers
 
 __all__ = [
     "BatchNorm",
@@ -63,10 +67,16 @@ class Conv(nn.Module):
         image = x.shape[1:3]
         shape = (*self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        x = _padded(x, self.kernel_size, self.strides, self.padding)
-        on_cpu, few = jax.default_backend() == "cpu", x.shape[-1] < FEW_CHANNELS
+        pads = _pads(x, self.kernel_size, self.strides, self.padding)
+        backend, own = jax.default_backend(), None
+        if backend == "tpu":
+            own = tpu_layers.conv(x, kernel, self.strides, pads)
+        x = jnp.pad(x, [(0, 0), *pads, (0, 0)])
+        on_cpu, few = backend == "cpu", x.shape[-1] < FEW_CHANNELS
         pixels = max(self.kernel_size) == 1
-        if on_cpu and few and self.strides == 1:
+        if own is not None:
+            y = own
+        elif on_cpu and few and self.strides == 1:
             y = _by_blocks(x, kernel)
         elif on_cpu and not few and not pixels and _fits(self.kernel_size, image):
             y = _shared_natively(x, kernel, self.strides)
@@ -106,14 +116,18 @@ class DepthwiseConv(nn.Module):
         channels = x.shape[-1]
         shape = (*self.kernel_size, 1, channels)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        x = _padded(x, self.kernel_size, self.strides, self.padding)
-        taps = _taps(x, self.kernel_size, self.strides)
-        filters = kernel.reshape(-1, 1, 1, 1, channels)
-        # Sums in float32, whatever the activations are, as a matrix product has them.
-        y = sum(
-            tap.astype(jnp.float32) * weight
-            for tap, weight in zip(taps, filters.astype(jnp.float32), strict=True)
-        ).astype(x.dtype)
+        pads = _pads(x, self.kernel_size, self.strides, self.padding)
+        if jax.default_backend() == "tpu":
+            y = tpu_layers.depthwise(x, kernel, self.strides, pads)
+        else:
+            x = jnp.pad(x, [(0, 0), *pads, (0, 0)])
+            taps = _taps(x, self.kernel_size, self.strides)
+            filters = kernel.reshape(-1, 1, 1, 1, channels)
+            # Sums in float32, whatever the activations are, as a product has them.
+            y = sum(
+                tap.astype(jnp.float32) * weight
+                for tap, weight in zip(taps, filters.astype(jnp.float32), strict=True)
+            ).astype(x.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (channels,))
             y = _add(y, bias[None, None, None])
@@ -133,15 +147,20 @@ class BatchNorm(nn.Module):
 
     Attributes:
         epsilon: added to the variance; 1e-5, as in `flax.linen`.
+        relu: whether the result goes through a ReLU.
     """
 
     epsilon: float = 1e-5
+    relu: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         channels = x.shape[-1]
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
+        if jax.default_backend() == "tpu":
+            options = self.epsilon, self.relu
+            return tpu_layers.batch_norm(x, scale, bias, mask, *options)
         if mask is not None:
             mask = mask.reshape(-1, *[1] * (x.ndim - 1))
         # Statistics in float32, whatever the activations are.
@@ -151,7 +170,8 @@ class BatchNorm(nn.Module):
         variance = _masked_mean(centred * centred, mask)
         scale, bias = (v.reshape(*[1] * (x.ndim - 1), -1) for v in (scale, bias))
         y = centred * (lax.rsqrt(variance + self.epsilon) * scale) + bias
-        return y.astype(x.dtype)
+        y = y.astype(x.dtype)
+        return nn.relu(y) if self.relu else y
 
 
 def max_pool(x: jax.Array, window: int = 2) -> jax.Array:
@@ -335,19 +355,19 @@ def _check(kernel_size: tuple[int, int], strides: int, padding: str) -> None:
         raise ValueError(f"padding={padding!r}: give 'SAME' or 'VALID'")
 
 
-def _padded(
+def _pads(
     x: jax.Array, kernel_size: tuple[int, int], strides: int, padding: str
-) -> jax.Array:
-    """`x` `[batch, height, width, channels]` with the zeros that `padding` asks for."""
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Zeros that `padding` asks for: (above, below), (left, right)."""
     image = x.shape[1:3]
     pads = lax.padtype_to_pads(image, kernel_size, (strides,) * 2, padding)
-    x = jnp.pad(x, [(0, 0), *pads, (0, 0)])
-    if not _fits(kernel_size, x.shape[1:3]):
+    padded = tuple(size + sum(pad) for size, pad in zip(image, pads, strict=True))
+    if not _fits(kernel_size, padded):
         raise ValueError(
             f"kernel_size={kernel_size} is larger than the {image[0]}x{image[1]} "
             "image: use a smaller kernel, larger images or padding='SAME'"
         )
-    return x
+    return tuple(pads)
 
 
 def _fits(kernel_size: tuple[int, int], image: tuple[int, ...]) -> bool:

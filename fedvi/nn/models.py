@@ -110,7 +110,7 @@ class VGG(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         for width in (16, 32, 64, 128, 128):
-            x = max_pool(nn.relu(BatchNorm()(Conv(width, (3, 3))(x), mask)))
+            x = max_pool(BatchNorm(relu=True)(Conv(width, (3, 3))(x), mask))
         return Dense(self.classes, name=HEAD)(_flatten(x))
 
 
@@ -121,13 +121,13 @@ class MobileNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        x = nn.relu(BatchNorm()(Conv(32, (3, 3), use_bias=False)(x), mask))
+        x = BatchNorm(relu=True)(Conv(32, (3, 3), use_bias=False)(x), mask)
         blocks = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)]
         blocks += [(512, 1)] * 5 + [(1024, 2), (1024, 1)]
         for width, strides in blocks:
             x = DepthwiseConv((3, 3), strides, use_bias=False)(x)
-            x = nn.relu(BatchNorm()(x, mask))
-            x = nn.relu(BatchNorm()(Conv(width, (1, 1), use_bias=False)(x), mask))
+            x = BatchNorm(relu=True)(x, mask)
+            x = BatchNorm(relu=True)(Conv(width, (1, 1), use_bias=False)(x), mask)
         return Dense(self.classes, name=HEAD)(global_avg_pool(x))
 
 
@@ -140,7 +140,7 @@ class ResNetBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         y = Conv(self.width, (3, 3), self.strides, use_bias=False)(x)
-        y = nn.relu(BatchNorm()(y, mask))
+        y = BatchNorm(relu=True)(y, mask)
         y = BatchNorm()(Conv(self.width, (3, 3), use_bias=False)(y), mask)
         if x.shape != y.shape:
             x = Conv(self.width, (1, 1), self.strides, use_bias=False)(x)
@@ -155,7 +155,7 @@ class ResNet18(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        x = nn.relu(BatchNorm()(Conv(64, (3, 3), use_bias=False)(x), mask))
+        x = BatchNorm(relu=True)(Conv(64, (3, 3), use_bias=False)(x), mask)
         for width, strides in [(64, 1), (128, 2), (256, 2), (512, 2)]:
             x = ResNetBlock(width, strides)(x, mask)
             x = ResNetBlock(width)(x, mask)
