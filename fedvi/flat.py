@@ -83,9 +83,12 @@ class Flat:
 def _join(parts: list[jax.Array]) -> jax.Array:
     """The concatenation along the last axis.
 
-    Not `jnp.concatenate`, which XLA on CPU may fuse with what comes after and then runs
-    value by value: 18 ns each on two devices, ten times the time of this.
+    XLA on CPU may fuse `jnp.concatenate` with what comes after and then runs value by
+    value: 18 ns each on two devices, ten times the time of updates in place. Those of
+    25 MobileNets a TPU's program counts with 42 GB, and the concatenation with 2.7.
     """
+    if jax.default_backend() != "cpu":
+        return jnp.concatenate(parts, axis=-1)
     sizes = [part.shape[-1] for part in parts]
     lead = parts[0].shape[:-1]
     whole = jnp.zeros((*lead, sum(sizes)), jnp.result_type(*parts))
