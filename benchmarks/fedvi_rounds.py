@@ -104,6 +104,8 @@ class FedviRounds:
         with np.load(params_file) as files:
             values = [jnp.asarray(files[name_of(path)]) for path, _ in leaves]
         params = like_flats(treedef.unflatten(values), server.params)
+        places = jax.tree.map(lambda leaf: leaf.sharding, server.params)
+        params = jax.device_put(params, places)
         self._state = self._state._replace(server=server._replace(params=params))
 
     def save_params(self, params_file):

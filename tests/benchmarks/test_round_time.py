@@ -121,7 +121,7 @@ def test_native_convolutions_take_turns_on_random_images(tmp_path):
     process = run(
         *["--synthetic", "--image_shape=16,16,2", "--model=lenet", "--native_conv"],
         *["--clients=2", "--participants=1", "--client_examples=10", "--batch_size=5"],
-        *["--rounds=2", "--warmup=1", f"--out={out}"],
+        *["--devices=2", "--rounds=2", "--warmup=1", f"--out={out}"],
     )
     assert process.returncode == 0, process.stderr
     found = json.loads(out.with_suffix(".json").read_text())
