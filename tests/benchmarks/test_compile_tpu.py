@@ -223,6 +223,9 @@ def test_one_all_reduce_is_asked_of_rounds_that_only_sum(programs):
     [one] = row["collectives"]
     assert promise(row) is True
     assert promise(row_of(collectives=[one | {"count": 2}])) is False
+    # XLA does not join what is as large.
+    large = one | {"count": 2, "bytes": 80_000_000}
+    assert promise(row_of(collectives=[large])) is True
     assert promise(row_of(collectives=[one, one | {"kind": "all-gather"}])) is False
     assert promise(row_of(collectives=[])) is False
     assert promise(row_of(sums_only=False)) is None
