@@ -37,7 +37,7 @@ flags.DEFINE_multi_enum(
     "model", ["mobilenet", "resnet18"], sorted(nn.MODELS), "As for fedvi.nn.build."
 )
 flags.DEFINE_multi_enum(
-    "layers", ["cpu", "tpu"], ["cpu", "gpu", "tpu"], "As they are on what."
+    "layers", ["gpu", "tpu"], ["cpu", "gpu", "tpu"], "As they are on what."
 )
 flags.DEFINE_string("topology", "v5e:2x2", "Of whose chips one is taken.")
 flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of the activations.")

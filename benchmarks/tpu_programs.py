@@ -392,8 +392,9 @@ def _first_line(error: Exception | str) -> str:
 def one_all_reduce(row: dict[str, Any]) -> bool | None:
     """Whether a round has one all-reduce and no other collective.
 
-    What is larger than XLA joins may be several. None of a program of which that is not promised: evaluations, clients that keep a
-    state, servers that get every upload, a part of the clients, a single chip.
+    What is larger than XLA joins may be several. None of a program of which that is not
+    promised: evaluations, clients that keep a state, servers that get every upload, a
+    part of the clients, a single chip.
     """
     of = row["settings"]
     promised = of["program"] == "rounds" and row.get("sums_only")

@@ -28,14 +28,15 @@ def masks_on_inputs(
       kernels: for each array of weights (diag(z) W, W, z), z `[in]` or None: it has no
         mask.
     """
-    known = {id(dropped): (whole, kept) for dropped, whole, kept in kernels}
+    # With the arrays themselves: the id of one that is gone may be another's.
+    known = {id(kernel[0]): kernel for kernel in kernels}
 
     def call_with_mask(call, args, kwargs, context):
         layer = context.module
         if type(layer) not in MASKED:
             return call(*args, **kwargs)
         own = layer.variables.get("params", {})
-        whole, kept = known.get(id(own.get("kernel")), (None, None))
+        _, whole, kept = known.get(id(own.get("kernel")), (None, None, None))
         (x,) = (*args, *kwargs.values())
         if kept is None or kept.shape != x.shape[-1:] or x.size >= whole.size:
             return call(*args, **kwargs)

@@ -14,6 +14,7 @@ from itertools import compress
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -67,6 +68,7 @@ class Conv(nn.Module):
         image = x.shape[1:3]
         shape = (*self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        x, kernel = promote_dtype(x, kernel)
         pads = _pads(x, self.kernel_size, self.strides, self.padding)
         backend, own = jax.default_backend(), None
         if backend == "tpu":
@@ -116,6 +118,7 @@ class DepthwiseConv(nn.Module):
         channels = x.shape[-1]
         shape = (*self.kernel_size, 1, channels)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        x, kernel = promote_dtype(x, kernel)
         pads = _pads(x, self.kernel_size, self.strides, self.padding)
         if jax.default_backend() == "tpu":
             y = tpu_layers.depthwise(x, kernel, self.strides, pads)

@@ -42,6 +42,10 @@ def batch_norm(
     relu: bool,
 ) -> jax.Array:
     """`BatchNorm`; statistics are one pass over `x`, and so are the gradient's sums."""
+    if x.ndim not in (2, 4):
+        pixels = x.reshape(x.shape[0], -1, 1, x.shape[-1])
+        y = batch_norm(pixels, scale, bias, mask, epsilon, relu)
+        return y.reshape(x.shape)
     narrow = _is_narrow(x.shape)
     stored = _stored(x)
     channel = 1 if narrow else x.ndim - 1
@@ -226,7 +230,7 @@ def _normalise_forward(x, scale, bias, mask, epsilon, relu, channel):
     mean, inverse, count = _statistics(x, mask, epsilon, channel)
     saved = x, scale, bias, mask, mean, inverse, count
     y = _affine(*saved[:3], mean, inverse)[1]
-    return _rounded(jnp.maximum(y, 0) if relu else y, x.dtype), saved
+    return _rounded(jax.nn.relu(y) if relu else y, x.dtype), saved
 
 
 def _normalise_backward(epsilon, relu, channel, saved, gradient):
@@ -325,8 +329,9 @@ def _by_pixels_backward(starts, size, batch, saved, gradient):
     for row, column in _positions(kernel):
         start = starts[0] - row, starts[1] - column
         moved = _window(gradient, start, inputs, (1, 1), batch)
-        by_x += jnp.einsum("hcn,ic->ihn", moved, kernel[row, column])
-    return by_x.astype(x.dtype), by_kernel
+        wide = _float(moved), _float(kernel[row, column])
+        by_x += jnp.einsum("hcn,ic->ihn", *wide)
+    return _rounded(by_x, x.dtype), by_kernel
 
 
 _by_pixels.defvjp(_by_pixels_forward, _by_pixels_backward)

@@ -1,5 +1,7 @@
 """Masks on a layer's inputs against masks on its weights."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,3 +81,12 @@ def test_only_layers_that_hold_more_weights_than_inputs_are_masked_there():
     params = {"kernel": whole * 1, "bias": jnp.zeros(20)}
     with masks_on_inputs([(whole, whole, kept)]):
         assert np.all(np.asarray(dense.apply({"params": params}, x)) == 6)
+
+
+def test_masked_weights_live_as_long_as_they_are_looked_for():
+    """Else another array could get the place, and the name, of one that is gone."""
+    dropped, whole = jnp.zeros((6, 20)), jnp.ones((6, 20))
+    alive = weakref.ref(dropped)
+    with masks_on_inputs([(dropped, whole, jnp.ones(6, bool))]):
+        del dropped
+        assert alive() is not None

@@ -143,6 +143,26 @@ def test_a_kernel_that_clients_share_convolves_all_their_images_at_once():
     )
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [Conv(5, (3, 3)), Conv(5, (1, 1)), DepthwiseConv((3, 3))],
+    ids=["conv", "pixels", "depthwise"],
+)
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_images_of_another_type_are_promoted_to_the_kernels(
+    layer, backend, monkeypatch
+):
+    """Such as a head's in float32 behind a body in bfloat16."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x = jnp.arange(128, dtype=jnp.uint8).reshape(1, 4, 4, layers.FEW_CHANNELS)
+    params = layer.init(jax.random.key(0), jnp.float32(x))
+    expected = layer.apply(params, jnp.float32(x))
+    for given in (x, x.astype(jnp.bfloat16)):
+        y = layer.apply(params, given)
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-3)
+
+
 def test_initialisers_are_those_of_flax():
     x = jnp.zeros((1, 2, 2, CHANNELS))
     pairs = [

@@ -115,8 +115,8 @@ def test_convolutions_equal_their_definition_alone_and_per_client(channels):
 
 @pytest.mark.parametrize(
     "shape",
-    [(6, 4, 5, NARROW), (6, 3, 2, WIDE), (6, 3)],
-    ids=["narrow", "wide", "vectors"],
+    [(6, 4, 5, NARROW), (6, 3, 2, WIDE), (6, 3), (6, 5, 3)],
+    ids=["narrow", "wide", "vectors", "sequences"],
 )
 def test_batch_norm_equals_its_definition_and_ignores_masked_examples(shape):
     x = 3 * normal(0, CLIENTS, *shape) + 2
