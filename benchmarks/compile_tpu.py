@@ -292,6 +292,18 @@ def read_rows(out: str | None) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"] if out and path.exists() else []
 
 
+def check_writable(out: str | None) -> None:
+    """Raises `ValueError` where OUT.json cannot be written: before hours of work."""
+    try:
+        if out:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{out}.part", "w"):
+                pass
+            Path(f"{out}.part").unlink()
+    except OSError as error:
+        raise ValueError(f"out={out!r} cannot be written: {error}") from None
+
+
 def save(report: dict[str, Any], out: str | None) -> None:
     """Writes OUT.json, whole or not at all."""
     if not out:
@@ -306,6 +318,7 @@ def save(report: dict[str, Any], out: str | None) -> None:
 def measure() -> dict[str, Any]:
     """All rows, and what is common to them."""
     settings = wanted()
+    check_writable(FLAGS.out)
     work = {key: settings[0][key] for key in (*COMMON, "libtpu")}
     rows = rows_of(
         settings,

@@ -45,7 +45,9 @@ flags.DEFINE_multi_string(
     f"Network, method and one of {', '.join(PROGRAMS)}.",
 )
 flags.DEFINE_integer("clients", 2, "Visited one after another.", lower_bound=1)
-flags.DEFINE_integer("examples", 50, "Of a client, to train and to test.")
+flags.DEFINE_integer(
+    "examples", 50, "Of a client, to train and to test.", lower_bound=1
+)
 flags.DEFINE_integer("turns", 5, "After one that compiles.", lower_bound=1)
 flags.DEFINE_string("out", None, "Also write OUT.json and OUT.md.")
 FLAGS = flags.FLAGS

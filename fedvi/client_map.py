@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from fedvi import checks
 from fedvi.keys import by_bits, is_key
 
 __all__ = [
@@ -41,6 +42,9 @@ def clients_mesh(devices: int | None = None, model_devices: int = 1) -> Mesh:
       ValueError: more devices asked for than there are, or a number that the
         processes, or rows of `model_devices`, cannot share equally.
     """
+    for name, number in (("devices", devices), ("model_devices", model_devices)):
+        if number is not None:
+            checks.whole(name, number, 0)
     available = jax.devices()
     owners = sorted({device.process_index for device in available})
     own = {p: [d for d in available if d.process_index == p] for p in owners}

@@ -725,6 +725,10 @@ class Federation(BaseFederation):
                 "vectors, which no layer's axis divides: build it for the model that "
                 "fedvi.placement.layered(model) returns"
             )
+        if spread_clients not in (None, True, False):
+            raise ValueError(
+                f"spread_clients={spread_clients!r} must be True, False or None"
+            )
         if spread_clients is None:
             spread_clients = mesh is not None and _platform(mesh) != "cpu"
         self.homes = mesh if spread_clients and self._devices > 1 else None

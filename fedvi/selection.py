@@ -245,13 +245,14 @@ def stratified(
     ids, _ = _population(clients, candidates, participants)
     if strata is None:
         raise ValueError(
-            "strata=None: give selection_strata, such as the number of devices"
+            "strata=None (selection_strata): give a number of equal parts of the "
+            "clients, such as that of the devices"
         )
     checks.whole("strata", strata)
     if clients % strata or participants % strata:
         raise ValueError(
-            f"strata={strata} must divide the {clients} clients and the {participants} "
-            "participants"
+            f"strata={strata} (selection_strata) must divide the {clients} clients and "
+            f"the {participants} participants of a round"
         )
     everyone = np.arange(clients)
     allowed = np.isin(everyone, everyone if ids is None else ids).reshape(strata, -1)

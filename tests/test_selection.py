@@ -352,9 +352,13 @@ def test_each_stratum_gives_as_many_of_its_candidates():
 @pytest.mark.parametrize(
     ("numbers", "strata", "message"),
     [
-        ((12, 6, None), None, "strata=None: give selection_strata"),
-        ((12, 6, None), 4, "strata=4 must divide the 12 clients and the 6 partic"),
-        ((10, 6, None), 3, "strata=3 must divide the 10 clients"),
+        ((12, 6, None), None, "strata=None .selection_strata.: give a num"),
+        (
+            (12, 6, None),
+            4,
+            "selection_strata. must divide the 12 clients and the 6 partic",
+        ),
+        ((10, 6, None), 3, "strata=3 .selection_strata. must divide the 10 clients"),
         ((12, 6, range(5, 12)), 2, "strata=2: one of them has 1 candidates and 3"),
     ],
 )

@@ -33,6 +33,7 @@ from fedvi.experiment.flag_kinds import define_one, several
 from fedvi.experiment.run import run_all
 from fedvi.experiment.sweep import FIXED, sweep_all
 from fedvi.options import check_one, choices_of, range_of, text_of
+from fedvi.selection import RULES
 
 __all__ = [
     "define",
@@ -333,6 +334,16 @@ def help_text(flag_values: flags.FlagValues, title: str) -> str:
     return flag_help.help_text(flag_values, title, list(algorithms))
 
 
+_BY_IMPORTANCE = "a selection by importance"
+_SELECTION_FLAGS = {
+    "selection_strata": "stratified",
+    "selection_order": "round_robin",
+    "selection_temperature": _BY_IMPORTANCE,
+    "selection_floor": _BY_IMPORTANCE,
+}
+"""Which selections read a flag."""
+
+
 def read(
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> list[tuple[ExperimentConfig, RunOptions]]:
@@ -368,6 +379,14 @@ def read(
             selection=selection or flag_values.selection,
         )
         configs.append(config)
+    chosen = {config.selection for config in configs}
+    for flag, of in _SELECTION_FLAGS.items():
+        readers = chosen - set(RULES) if of == _BY_IMPORTANCE else chosen & {of}
+        if flag_values[flag].present and not readers:
+            raise flags.IllegalFlagValueError(
+                f"flag --{flag}={flag_values[flag].value}: it is of {of}, and "
+                f"--selection is {', '.join(sorted(chosen))}"
+            )
     folders = [config.method.replace(":", "_") for config in configs]
     for config, folder in zip(configs, folders):
         if folders.count(folder) > 1:

@@ -147,6 +147,8 @@ def test_the_help_of_an_option_says_what_it_means_and_whence_it_is(own):
         ),
         (["--algorithm=dsvgd:"], "'dsvgd:' names nothing after its colon"),
         (["--plot_formats=png,eps"], "png,eps: value should be one of <png.svg.pdf>"),
+        (["--selection_strata=2"], "=2: it is of stratified, and --selection is uni"),
+        (["--selection_floor=0.1"], "=0.1: it is of a selection by importance, and"),
         (["--selection_order=sideways"], "=sideways: value should be one of <id|so"),
         (["--algorithm=fedavg", "--mu=1"], "--mu=1.0: fedavg does not take it; fedpr"),
         (["--partition=stripes"], "partition=stripes: value should be one of"),
