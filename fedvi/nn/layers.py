@@ -1,8 +1,8 @@
 """Layers as matrix products, fast when every client has its own weights.
 
-Under `jax.vmap` over weights, and inside `lax.scan`, native convolutions leave
-XLA's fast CPU path. These layers use only slices, sums and products. Parameter
-names, shapes and initialisers are those of `flax.linen`, so that weights move
+Under `jax.vmap` over weights, and in gradients inside `lax.scan`, native convolutions
+leave XLA's fast CPU path. There these layers use only slices, sums and products.
+Parameter names, shapes and initialisers are those of `flax.linen`, so that weights move
 freely between the two. Images are `[batch, height, width, channels]`.
 
 On TPUs they compute the same in other ways (`tpu_layers.py`).
