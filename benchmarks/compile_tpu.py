@@ -317,8 +317,8 @@ def save(report: dict[str, Any], out: str | None) -> None:
 
 def measure() -> dict[str, Any]:
     """All rows, and what is common to them."""
-    settings = wanted()
     check_writable(FLAGS.out)
+    settings = wanted()
     work = {key: settings[0][key] for key in (*COMMON, "libtpu")}
     rows = rows_of(
         settings,

@@ -405,9 +405,10 @@ def minimise(
     Returns:
       (trained params, mean of the loss without the penalty over the steps).
     """
-    return iterates(key, round_index, params, data, training, loss, penalty, draw=draw)[
-        :2
-    ]
+    trained, value, _ = iterates(
+        key, round_index, params, data, training, loss, penalty, draw=draw
+    )
+    return trained, value
 
 
 def iterates(

@@ -60,6 +60,12 @@ def test_a_padded_slot_adds_nothing_even_if_it_is_not_a_number():
     assert total == jnp.inf  # 0 * inf would make it a NaN
 
 
+@pytest.mark.parametrize("devices", ["2", 2.5])
+def test_devices_are_counted_in_whole_numbers(devices):
+    with pytest.raises(ValueError, match=f"devices={devices!r} must be a whole number"):
+        clients_mesh(devices)
+
+
 def test_too_many_devices_are_refused():
     with pytest.raises(ValueError, match="devices=9 must lie .* the 8 .*jax_num_cpu_d"):
         clients_mesh(9)

@@ -919,6 +919,7 @@ def test_arguments_of_another_kind_are_named(train, test):
         ({"calibration_bins": 0}, "calibration_bins=0 must be a whole number"),
         ({"eval_batch_size": True}, "eval_batch_size=True must be a whole number"),
         ({"runs_at_once": None}, "runs_at_once=None must be a whole number"),
+        ({"spread_clients": "yes"}, "spread_clients='yes' must be True, False or None"),
         ({"selection": "uniform"}, "selection='uniform' must be a fedvi.selection.Sel"),
         ({"mesh": "x"}, "mesh='x' must be one over clients: fedvi.clients_mesh"),
         ({"codec": "int8"}, "codec='int8' must be a fedvi.codecs.Codec"),

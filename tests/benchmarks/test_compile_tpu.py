@@ -286,6 +286,7 @@ assert "more with fedavg" in compile_tpu.broken([broken, new])
         ("--participants=20", "error: participants=20 is more than clients=16"),
         ("--algorithm=fedavgg", "error: algorithm='fedavgg' must be one of"),
         ("--image_shape=28,x", "must look like 32,32,3"),
+        ("--out=/dev/null/rows", "error: out='/dev/null/rows' cannot be written"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_compiled(flag, told):
